@@ -1,0 +1,681 @@
+"""An agent with one tool attempts tasks: tasks.jsonl in, rollouts.jsonl out.
+
+The model sees a task and may call `bash(command)`. Each command runs in the task's sandbox, what it printed goes back to
+the model, and so on until the agent submits, a limit is reached or something breaks. Then the task's own tests grade
+what is left in the sandbox. This file is the only harness: gathering SFT data, training and evaluation all use
+`run_episode` below.
+
+    python rollout.py --tasks tasks.jsonl --model ckpt --n 8 --out rollouts.jsonl               # a model, in process
+    python rollout.py --tasks tasks.jsonl --model gpt-x --engine chat:https://host/v1 --out r.jsonl   # any chat API
+    python rollout.py --tasks tasks.jsonl --oracle --out demos.jsonl                            # the tasks' own demos
+
+Tokens are kept, never re-made: what was sampled is appended as it is (loss mask 1), what the sandbox said is tokenised
+once and appended (loss mask 0). Re-tokenising decoded text would train the model on tokens it never chose.
+
+Left out: engines other than the in-process one and chat APIs; tools other than bash.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import queue
+import re
+import sys
+import threading
+import time
+from typing import NamedTuple
+
+import numpy as np
+import requests
+from tqdm import tqdm
+
+import sandbox
+from sandbox import AgentFault, InfraError, JsonlWriter, Sandbox, TaskError, check_task, load_tasks, read_jsonl
+
+MARKER = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+SUBMIT = f"echo {MARKER}"
+SYSTEM = f"""You solve tasks in a Linux terminal. Call the bash tool to run commands: the shell lives on between calls, \
+so directory, variables and background jobs stay. Look before you act, and check your work. \
+When the task is done, run exactly this command to submit it: {SUBMIT}"""
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "bash",
+        "description": "Run a command in the shell and return its output and exit code.",
+        "parameters": {
+            "type": "object",
+            "properties": {"command": {"type": "string", "description": "The command to run."}},
+            "required": ["command"],
+        },
+    },
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. Text: what the model writes and what it is shown
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """One attempted tool call: the command, or why there is none."""
+
+    command: str | None
+    error: str | None = None
+
+
+def check_call(name, arguments) -> Call:
+    """Holds a call's name and arguments (a dict, or a string of JSON) against the one tool that exists."""
+    if name != "bash":
+        return Call(None, f"there is no function {name!r}, only bash")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments, strict=False)
+        except json.JSONDecodeError as e:
+            return Call(None, f"the arguments are not valid JSON ({e})")
+    if not isinstance(arguments, dict):
+        return Call(None, "the arguments must be an object with the key command")
+    if not isinstance(arguments.get("command"), str):
+        return Call(None, "the argument command is missing or not a string")
+    return Call(arguments["command"])
+
+
+def parse_hermes(text: str, start: int) -> tuple[Call, int]:
+    """Reads the JSON call whose body begins at `start`; returns it and where the text goes on.
+
+    The JSON decoder finds the end, so a command may contain "</tool_call>". Raw newlines in strings are let through.
+    """
+    body = start + len(text[start:]) - len(text[start:].lstrip())
+    try:
+        value, end = json.JSONDecoder(strict=False).raw_decode(text, body)
+    except (json.JSONDecodeError, RecursionError) as e:
+        closer = text.find("</tool_call>", start)
+        return Call(None, f"the call is not valid JSON ({e})"), len(text) if closer < 0 else closer
+    if not isinstance(value, dict):
+        return Call(None, "the call must be a JSON object with name and arguments"), end
+    return check_call(value.get("name"), value.get("arguments")), end
+
+
+XML_CLOSED = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>\s*(?:</tool_call>|\Z)))")
+XML_UNCLOSED = re.compile(r"\s*</function>\s*(?:</tool_call>|\Z)|\s*</tool_call>\s*\Z|(?=\s*<tool_call>)|\Z")
+
+
+def parse_qwen3_xml(text: str, start: int) -> tuple[Call, int]:
+    """Reads the XML call whose body begins at `start`; returns it and where the text goes on.
+
+    A value ends at the first </parameter> that another parameter or the call's own closing tags follow, so a command
+    may contain any of the tags by themselves. Models now and then forget a closing tag: the value then ends with the
+    call. One newline on each side of a value belongs to the format, all others to the command.
+    """
+    function = re.compile(r"\s*<function=([^>\s]*)>").match(text, start)
+    if not function:
+        closer = text.find("</tool_call>", start)
+        return Call(None, "the call does not begin with <function=bash>"), len(text) if closer < 0 else closer
+    arguments, position = {}, function.end()
+    parameter = re.compile(r"\s*<parameter=([^>\s]*)>")
+    while found := parameter.match(text, position):
+        closer = XML_CLOSED.search(text, found.end()) or XML_UNCLOSED.search(text, found.end())
+        value = text[found.end() : closer.start()].removesuffix("</parameter>")
+        arguments[found[1]] = value.removeprefix("\n").removesuffix("\n")
+        position = closer.end()
+    return check_call(function[1], arguments), position
+
+
+PARSERS = {"hermes": parse_hermes, "qwen3_xml": parse_qwen3_xml}
+
+
+def parse_calls(text: str, tool_format: str, thinking: bool = False) -> list[Call]:
+    """All tool calls in an assistant's text, in order; [] when there are none.
+
+    Only what follows the last closed thinking block counts, and nothing inside an open one: drafts are not run.
+    thinking: the prompt has already opened the block (as Qwen3.5's generation prompt does).
+    """
+    calls, position = [], 0
+    first = re.search(r"</?think>|<tool_call>", text)
+    if thinking or (first and first[0] == "</think>"):
+        closer = text.find("</think>")
+        if closer < 0:
+            return []
+        position = closer + len("</think>")
+    while tag := re.compile(r"<think>|<tool_call>").search(text, position):
+        if tag[0] == "<think>":
+            closer = text.find("</think>", tag.end())
+            if closer < 0:
+                break
+            calls, position = [], closer + len("</think>")
+        else:
+            call, position = PARSERS[tool_format](text, tag.end())
+            calls.append(call)
+    return calls
+
+
+def format_call(command: str, tool_format: str) -> str:
+    """The text of one call, as the model itself would write it."""
+    if tool_format == "hermes":
+        call = json.dumps({"name": "bash", "arguments": {"command": command}}, ensure_ascii=False)
+        return f"<tool_call>\n{call}\n</tool_call>"
+    return f"<tool_call>\n<function=bash>\n<parameter=command>\n{command}\n</parameter>\n</function>\n</tool_call>"
+
+
+class Chat:
+    """A tokenizer with its chat template: turns messages into token ids, the same for sampling and for training.
+
+    path: a model folder (or hub name) whose template has tool support. ValueError otherwise.
+    """
+
+    def __init__(self, path: str):
+        from transformers import AutoTokenizer  # here, so that chat rollouts and --oracle start without it
+
+        self.lock = threading.Lock()
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.template = self.tokenizer.chat_template
+        if not self.template:
+            raise ValueError(f"{path}: the tokenizer has no chat template; add chat_template.jinja to the folder")
+        probe = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+        if "bash" not in self._render(probe):
+            raise ValueError(f"{path}: the chat template ignores tools; use one that shows the model its tools")
+        self.tool_format = "qwen3_xml" if "<function=" in self.template else "hermes"
+        self.thinking = self._render(probe).rstrip().endswith("<think>")
+        turn_end = self._suffix_parts(1)[0]
+        self.end_id = self.encode(turn_end)[0]  # the token that closes every message, <|im_end|> for Qwen
+
+    def _render(self, messages) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages, tools=[TOOL], add_generation_prompt=True, tokenize=False
+        )
+
+    def encode(self, text: str, plain: bool = False) -> list[int]:
+        """Token ids of a text. plain: special tokens in it are taken as ordinary text."""
+        with self.lock:  # the tokenizer keeps that choice as state, and many threads encode
+            return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=plain)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of one sampled turn, without the token that ends it."""
+        ids = ids[:-1] if ids and ids[-1] == self.end_id else ids
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def prompt_ids(self, messages: list[dict]) -> list[int]:
+        """Token ids of (system, user) up to the first assistant header."""
+        return self.encode(self._render(messages))
+
+    def _suffix_parts(self, n: int) -> list[str]:
+        """The template's own text around n tool results: from the end of the assistant's turn to the next header.
+
+        Found by rendering a conversation with place-holders and cutting it at them, so that any template works.
+        """
+        turn, results = "\ue000turn\ue000", [f"\ue000{i}\ue000" for i in range(n)]
+        messages = [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "content": turn},
+        ] + [{"role": "tool", "content": r} for r in results]
+        return re.split("\ue000[0-9]+\ue000", self._render(messages).split(turn)[-1])
+
+    def suffix_ids(self, results: list[str], ended: bool) -> list[int]:
+        """Token ids that carry tool results to the model: end of its turn, results, header of its next turn.
+
+        results: one text a call of the turn. ended: the model has already sampled the token that ends its turn.
+        A result is untrusted data: it is encoded by itself, with any special token in it taken as plain text, so that
+        no command's output can open a turn.
+        """
+        parts = self._suffix_parts(len(results))
+        ids = self.encode(parts[0])[1 if ended else 0 :]
+        for result, part in zip(results, parts[1:]):
+            ids += self.encode(result, plain=True) + self.encode(part)
+        return ids
+
+    def assistant_text(self, message: dict) -> str:
+        """An assistant message as the model would have written it: thinking, text, calls.
+
+        Messages of a token engine hold that text already; those of a chat API and of --oracle have `tool_calls`.
+        """
+        text = message.get("content") or ""
+        if message.get("reasoning_content"):
+            opened = "" if self.thinking else "<think>\n"
+            text = f"{opened}{message['reasoning_content']}\n</think>\n\n{text}"
+        elif self.thinking and message.get("tool_calls"):
+            text = f"\n</think>\n\n{text}"  # closes the block that the generation prompt opened
+        for call in message.get("tool_calls") or []:
+            command = check_call(call["function"]["name"], call["function"]["arguments"]).command
+            if command is not None:
+                text += ("\n" if text and not text.endswith("\n") else "") + format_call(command, self.tool_format)
+        return text
+
+    def assemble(self, messages: list[dict]) -> tuple[list[int], list[int]]:
+        """Token ids and loss mask (same length) of a conversation that has only messages.
+
+        The same prompt and suffix functions as in an episode, so both give the same ids.
+        """
+        ids, mask, results = self.prompt_ids(messages[:2]), [], []
+        mask = [0] * len(ids)
+        for message in messages[2:]:
+            if message["role"] != "assistant":
+                results.append(message["content"])
+                continue
+            if results:
+                suffix, results = self.suffix_ids(results, ended=True), []
+                ids, mask = ids + suffix, mask + [0] * len(suffix)
+            turn = self.encode(self.assistant_text(message)) + [self.end_id]
+            ids, mask = ids + turn, mask + [1] * len(turn)
+        return ids, mask
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. Engines: who writes the next turn
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Sampling(NamedTuple):
+    """Sampling parameters, all explicit, and an episode's limits (RECIPE section 2)."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_turns: int = 64  # tool calls an episode
+    max_turn_tokens: int = 16_384  # sampled tokens a turn
+    max_tokens: int = 65_536  # response tokens an episode, sampled and observed together
+    max_prompt_tokens: int = 2_048
+
+
+class Turn(NamedTuple):
+    """What a token engine gives back for one turn."""
+
+    ids: list[int]
+    logprobs: list[float]  # of each id, under the temperature it was sampled with
+    versions: tuple[int, int]  # policy version at the first and at the last token
+    cut: bool  # stopped by the token limit, not by an end token
+    past: tuple | None = None  # the engine's own memory of the episode, to be handed back for the next turn
+
+
+def derive_seed(*parts) -> int:
+    """One 63-bit seed from anything printable: the same on every machine and in every run."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def load_model(path: str, dtype=None, device: str = "cpu"):
+    """A causal language model from a checkpoint folder, in fp32 unless said otherwise, in eval mode."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # a bar for every load and save would drown the ones that matter
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or torch.float32)
+    return model.to(device).eval()
+
+
+def head_logits(hidden, weight):
+    """Logits of the LM head in fp32: (..., d) x (V, d) -> (..., V).
+
+    Rounding logits to bf16 is what makes trainer and sampler disagree most (RECIPE section 3: fp32 head on both
+    sides). The operands keep their own precision, the products are summed and returned in fp32.
+    """
+    import torch
+
+    if hidden.dtype == torch.float32 and weight.dtype == torch.float32:
+        return hidden @ weight.T
+    if hidden.is_cuda and not torch.is_grad_enabled():
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        return torch.mm(flat, weight.T, out_dtype=torch.float32).view(*hidden.shape[:-1], -1)
+    return hidden.float() @ weight.float().T
+
+
+class ChatEngine:
+    """Any OpenAI-compatible chat endpoint: messages in, one message out. For teachers and closed models."""
+
+    def __init__(self, url: str, model: str):
+        self.url, self.model = url.rstrip("/") + "/chat/completions", model
+        key = os.environ.get("OPENAI_API_KEY")
+        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    def complete(self, messages: list[dict], limit: int, seed: int, sampling: Sampling) -> tuple[dict, bool]:
+        """The next assistant message, and whether the token limit cut it. InfraError when the endpoint will not."""
+        body = {
+            "model": self.model,
+            # an answer to a turn without a call has no call to belong to: the API wants it from the user
+            "messages": [{**m, "role": "user"} if m["role"] == "tool" and "tool_call_id" not in m else m
+                         for m in messages],
+            "tools": [TOOL],
+            "max_tokens": limit,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": seed % 2**31,
+        }  # fmt: skip
+        for attempt in range(6):
+            if attempt:
+                time.sleep(min(60, max(2**attempt, wait)))
+            wait = 0
+            try:
+                reply = requests.post(self.url, json=body, headers=self.headers, timeout=600)
+            except requests.RequestException as e:
+                reason = f"{self.url}: {type(e).__name__}"
+                continue
+            if reply.status_code == 200:
+                choice = reply.json()["choices"][0]
+                message = {k: v for k, v in choice["message"].items() if v}
+                if "reasoning" in message:  # newer servers' name for the same thing
+                    message["reasoning_content"] = message.pop("reasoning")
+                return {"content": "", **message, "role": "assistant"}, choice.get("finish_reason") == "length"
+            reason = f"{self.url} answered {reply.status_code}: {reply.text[:300]}"
+            if reply.status_code not in (408, 409, 429) and reply.status_code < 500:
+                break
+            header = reply.headers.get("Retry-After", "")
+            wait = int(header) if header.isdigit() else 0
+        raise InfraError(reason)
+
+
+class OracleEngine:
+    """Plays a task's own demonstration, one command a turn, then submits. Without demos it plays the solution."""
+
+    def __init__(self, task: dict, sample: int):
+        if task.get("demos"):
+            self.commands = list(task["demos"][sample % len(task["demos"])]["commands"])
+        elif task.get("solution"):
+            self.commands = [solution_command(task)]
+        else:
+            raise TaskError(f"task {task['id']}: --oracle needs demos or a solution")
+        self.commands.append(SUBMIT)
+
+    def complete(self, messages, limit, seed, sampling) -> tuple[dict, bool]:
+        done = sum(m["role"] == "assistant" for m in messages)
+        arguments = json.dumps({"command": self.commands[done]}, ensure_ascii=False)
+        call = {"id": f"call_{done}", "type": "function", "function": {"name": "bash", "arguments": arguments}}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}, False
+
+
+def solution_command(task: dict) -> str:
+    """One command that writes the reference solution's files beside the task and runs solve.sh."""
+    import base64
+
+    lines = ["mkdir -p /tmp/solution && cd /tmp/solution"]
+    for name, file in task["solution"].items():
+        data = base64.b64decode(file["b64"]) if "b64" in file else file["text"].encode()
+        lines.append(f"mkdir -p $(dirname '{name}') && echo {base64.b64encode(data).decode()} | base64 -d > '{name}'")
+    return "( " + " && ".join(lines) + " ); bash /tmp/solution/solve.sh; rm -rf /tmp/solution"
+
+
+def make_engine(spec: str, model_path: str):
+    """`torch` or `chat:URL` -> (engine, chat). chat is None where messages, not tokens, go in and out."""
+    if spec.startswith("chat:"):
+        return ChatEngine(spec.removeprefix("chat:"), model_path), None
+    if spec != "torch":
+        raise ValueError(f"--engine {spec}: use torch, or chat:URL for an OpenAI-compatible endpoint")
+    import torch
+    from builtin.engine import TorchEngine
+
+    chat = Chat(model_path)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_model(model_path, dtype=torch.bfloat16 if device == "cuda" else None, device=device)
+    return TorchEngine(model, end_ids(model, chat)), chat
+
+
+def end_ids(model, chat: Chat) -> list[int]:
+    """Every token that ends a turn: the template's, the tokenizer's and those of the generation config."""
+    ids = model.generation_config.eos_token_id
+    ids = ids if isinstance(ids, list) else [ids]
+    return sorted({i for i in [*ids, chat.tokenizer.eos_token_id, chat.end_id] if i is not None})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. One episode
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def observation(result: sandbox.Result) -> str:
+    """What the model is told about a command: its output and exit code."""
+    return f"{result.output.removesuffix(chr(10)) or '(no output)'}\n[exit code {result.exit_code}]"
+
+
+def is_submission(result: sandbox.Result) -> bool:
+    """A command submits when it succeeds and the last line it prints is the marker."""
+    return result.exit_code == 0 and result.output.rstrip().rsplit("\n", 1)[-1].strip() == MARKER
+
+
+def run_episode(
+    task: dict,
+    engine,
+    chat: Chat | None,
+    sampling: Sampling,
+    *,
+    seed: int = 0,
+    group: int = 0,
+    sample: int = 0,
+    model: str = "",
+    backend: str = "auto",
+    grade: str = "always",
+) -> dict:
+    """Plays one episode and returns its Rollout record (DESIGN "Records").
+
+    engine: a TorchEngine with `chat` (token ids in and out), or one with `complete` (messages in and out); with the
+    latter, a `chat` adds token ids to the record afterwards.
+    grade: "always", or "submitted", where an episode that ends otherwise has reward 0 (RECIPE section 3).
+    What is ours to fix ends as infra_error with reward None, what the agent did to itself with reward 0.
+    """
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task["instruction"]}]
+    ids, mask, logprobs, versions, past = [], [], [], [], None
+    times = {"model_s": 0.0, "command_s": 0.0, "grade_s": 0.0}
+    end, reward, grade_log, error, turns, errors_in_a_row = None, None, "", None, 0, 0
+    limits = {"agent_s": 3600, "command_s": 120, **task.get("limits", {})}
+    by_tokens = hasattr(engine, "generate")
+
+    def timed(name, function, *args):
+        start = time.perf_counter()
+        try:
+            return function(*args)
+        finally:
+            times[name] += time.perf_counter() - start
+
+    box = Sandbox(task, backend)
+    try:
+        if by_tokens:
+            ids = chat.prompt_ids(messages)
+            mask, logprobs = [0] * len(ids), [None] * len(ids)
+            if len(ids) > sampling.max_prompt_tokens:
+                raise TaskError(f"task {task['id']}: its prompt has {len(ids)} tokens, more than "
+                                f"--max-prompt-tokens {sampling.max_prompt_tokens}")  # fmt: skip
+        prompt_length = len(ids)
+        box.start()
+        deadline = time.monotonic() + limits["agent_s"]
+
+        while end is None:
+            if turns == sampling.max_turns:
+                end = "max_turns"
+            elif time.monotonic() >= deadline:
+                end = "agent_timeout"
+            elif (room := sampling.max_tokens - (len(ids) - prompt_length)) <= 0:
+                end = "context"
+            if end:
+                break
+
+            # The model's turn.
+            limit, turn_seed = min(sampling.max_turn_tokens, room), derive_seed(seed, task["id"], sample, turns)
+            turns += 1
+            if by_tokens:
+                turn = timed("model_s", engine.generate, ids, limit, turn_seed, sampling, past)
+                ids, mask, logprobs = ids + turn.ids, mask + [1] * len(turn.ids), logprobs + turn.logprobs
+                versions.append(list(turn.versions))
+                past = turn.past
+                message, cut = {"role": "assistant", "content": chat.decode(turn.ids)}, turn.cut
+                calls = parse_calls(message["content"], chat.tool_format, chat.thinking)
+            else:
+                message, cut = timed("model_s", engine.complete, messages, limit, turn_seed, sampling)
+                calls = [check_call(c["function"].get("name"), c["function"].get("arguments"))
+                         for c in message.get("tool_calls", [])]  # fmt: skip
+            messages.append(message)
+            if cut:
+                end = "length" if limit == sampling.max_turn_tokens else "context"
+                break
+
+            # The sandbox's turn: every call in order, one combined answer.
+            results = []
+            for call in calls:
+                if end:
+                    results.append("[skipped: the task is submitted]")
+                elif call.command is None:
+                    results.append(f"[error: {call.error}]")
+                else:
+                    left = max(1.0, min(limits["command_s"], deadline - time.monotonic()))
+                    result = timed("command_s", box.run, call.command, left)
+                    results.append(observation(result))
+                    end = "submitted" if is_submission(result) else None
+            if not calls:
+                results = ["[error: no tool call found; call bash to act, and submit when done]"]
+            errors_in_a_row = 0 if any(c.command is not None for c in calls) else errors_in_a_row + 1
+            if errors_in_a_row == 3:
+                end = "format_error"
+            call_ids = [{"tool_call_id": c["id"]} if "id" in c else {} for c in message.get("tool_calls", [])]
+            for i, text in enumerate(results):
+                messages.append({"role": "tool", "content": text, **(call_ids[i] if i < len(call_ids) else {})})
+            if by_tokens and not end:
+                suffix = chat.suffix_ids(results, ended=ids[-1] == chat.end_id)
+                ids, mask, logprobs = ids + suffix, mask + [0] * len(suffix), logprobs + [None] * len(suffix)
+
+        if grade == "always" or end == "submitted":
+            reward, grade_log = timed("grade_s", box.grade)
+        else:
+            reward = 0.0
+    except AgentFault as fault:
+        end, reward, error, grade_log = fault.end, 0.0, str(fault), getattr(fault, "log", "")
+    except InfraError as fault:
+        end, reward, error = "infra_error", None, str(fault)
+    finally:
+        box.close()
+
+    record = {
+        "task_id": task["id"], "group": group, "sample": sample, "seed": seed, "model": model,
+        "messages": messages, "reward": reward, "grade_log": grade_log, "end": end, "turns": turns,
+        "times": {name: round(seconds, 4) for name, seconds in times.items()}, "error": error,
+    }  # fmt: skip
+    if not by_tokens and chat:
+        ids, mask = chat.assemble(messages)
+        logprobs = [None] * len(ids)
+    if by_tokens or chat:
+        record |= {"token_ids": ids, "loss_mask": mask, "logprobs": logprobs, "policy_versions": versions}
+    return record
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. Many episodes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def run_jobs(jobs, function, workers: int):
+    """Yields function(job) for every job as it finishes, from `workers` threads. An exception in one is raised here.
+
+    Daemon threads: Ctrl-C ends the program at once, and the sandboxes close themselves at exit.
+    """
+    todo, done = queue.Queue(), queue.Queue()
+    count = 0
+    for job in jobs:
+        todo.put(job)
+        count += 1
+
+    def work():
+        while True:
+            try:
+                job = todo.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                done.put((function(job), None))
+            except BaseException as e:
+                done.put((None, e))
+
+    for _ in range(min(workers, count)):
+        threading.Thread(target=work, daemon=True).start()
+    for _ in range(count):
+        result, failure = done.get()
+        if failure:
+            raise failure
+        yield result
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    # what
+    parser.add_argument("--tasks", required=True, help="tasks.jsonl")
+    parser.add_argument("--out", required=True, help="rollouts.jsonl; an existing one is continued")
+    parser.add_argument("--n", type=int, default=1, help="episodes a task")
+    parser.add_argument("--limit", type=int, help="only the first so many tasks")
+    # who
+    parser.add_argument("--model", help="checkpoint folder, or the model's name at the chat endpoint")
+    parser.add_argument("--engine", default="torch", help="torch, or chat:URL (key in OPENAI_API_KEY)")
+    parser.add_argument("--oracle", action="store_true", help="play the tasks' demos, or their solutions")
+    # how
+    parser.add_argument("--backend", default="auto", choices=["auto", "docker", "bwrap"])
+    parser.add_argument("--workers", type=int, default=64, help="episodes at the same time")
+    parser.add_argument("--grade", default="always", choices=["always", "submitted"])
+    parser.add_argument("--seed", type=int, default=0)
+    add_sampling_flags(parser)
+    args = parser.parse_args()
+    try:
+        rollout(args)
+    except KeyboardInterrupt:
+        sys.exit(f"rollout.py: stopped; what was finished is in {args.out}, the same command continues")
+    except (InfraError, ValueError, OSError) as e:
+        sys.exit(f"rollout.py: {e}")
+
+
+def add_sampling_flags(parser, temperature: float = 1.0, top_p: float = 1.0):
+    """The sampling flags, the same wherever episodes are played."""
+    default = Sampling()
+    parser.add_argument("--temperature", type=float, default=temperature)
+    parser.add_argument("--top-p", type=float, default=top_p)
+    parser.add_argument("--max-turns", type=int, default=default.max_turns)
+    parser.add_argument("--max-turn-tokens", type=int, default=default.max_turn_tokens)
+    parser.add_argument("--max-tokens", type=int, default=default.max_tokens, help="response tokens an episode")
+    parser.add_argument("--max-prompt-tokens", type=int, default=default.max_prompt_tokens)
+
+
+def sampling_from(args) -> Sampling:
+    return Sampling(*(getattr(args, name) for name in Sampling._fields))
+
+
+def rollout(args):
+    if not args.model and not args.oracle:
+        raise ValueError("say who plays: --model CHECKPOINT, or --oracle")
+    tasks = load_tasks(args.tasks)[: args.limit]
+    for task in tasks:
+        check_task(task)
+    backend = sandbox.resolve_backend(args.backend)
+    if args.oracle:
+        engine, chat = None, Chat(args.model) if args.model else None
+    else:
+        engine, chat = make_engine(args.engine, args.model)
+    sampling = sampling_from(args)
+
+    finished = read_jsonl(args.out) if os.path.exists(args.out) else []
+    done = {(r["task_id"], r["sample"]) for r in finished}
+    jobs = [(g, t, s) for g, t in enumerate(tasks) for s in range(args.n) if (t["id"], s) not in done]
+
+    def play(job):
+        group, task, sample = job
+        return run_episode(
+            task,
+            OracleEngine(task, sample) if args.oracle else engine,
+            chat,
+            sampling,
+            seed=args.seed,
+            group=group,
+            sample=sample,
+            model="oracle" if args.oracle else args.model,
+            backend=backend,
+            grade=args.grade,
+        )
+
+    rewards = [r["reward"] for r in finished if r["reward"] is not None]
+    failed = len(finished) - len(rewards)
+    with JsonlWriter(args.out) as out, tqdm(total=len(jobs) + len(done), initial=len(done), unit="ep") as bar:
+        for record in run_jobs(jobs, play, args.workers):
+            out.write(record)
+            if record["reward"] is None:
+                failed += 1
+                tqdm.write(f"infra_error in {record['task_id']}: {record['error']}")
+            else:
+                rewards.append(record["reward"])
+            bar.set_postfix(reward=f"{np.mean(rewards or [0]):.3f}", refresh=False)
+            bar.update()
+    print(f"{args.out}: {len(rewards) + failed} rollouts of {len(tasks)} tasks, mean reward "
+          f"{np.mean(rewards or [0]):.3f}, {failed} infra errors")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
