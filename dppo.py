@@ -103,16 +103,16 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, total, loss: str = "dp
     return -(ratio * advantages * keep).sum() / total, keep
 
 
-def token_logprobs(model, ids, attention_mask, loss_mask, temperature: float = 1.0, chunk: int = 2048):
+def token_logprobs(model, ids, loss_mask, temperature: float = 1.0, chunk: int = 2048):
     """Log-probs of the tokens that carry loss, and the entropy at their positions: both (B, T) fp32, 0 elsewhere.
 
-    ids, attention_mask, loss_mask: (B, T), right-padded. logprobs[b, t] = log p(ids[b, t] | ids[b, :t]) under the
-    temperature the tokens were sampled with.
+    ids, loss_mask: (B, T), right-padded. logprobs[b, t] = log p(ids[b, t] | ids[b, :t]) under the temperature the
+    tokens were sampled with. No attention mask is needed: a causal model never looks at the padding on the right.
 
     Only positions that carry loss go through the LM head, `chunk` at a time, and backward computes each chunk again:
     the (tokens, vocabulary) matrix, the largest by far, never exists whole.
     """
-    hidden = model.base_model(input_ids=ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (B, T, d)
     weight = model.get_output_embeddings().weight
     loss_mask = loss_mask.bool().clone()
     loss_mask[:, 0] = False  # nothing predicts the first token
@@ -189,9 +189,8 @@ def backward(policy, batches: list[list[dict]], loss_function, temperature: floa
     for batch in batches:
         rows = batch or [{"ids": [0, 0], "mask": [0, 1]}]  # a dummy: it runs like any other and weighs nothing
         ids = pad([s["ids"] for s in rows], 0, torch.long, device)  # (B, T)
-        attention_mask = pad([[1] * len(s["ids"]) for s in rows], 0, torch.long, device)
         mask = pad([s["mask"] for s in rows], 0, torch.bool, device)
-        logprobs, entropies = policy(ids, attention_mask, mask, temperature)
+        logprobs, entropies = policy(ids, mask, temperature)
         loss = loss_function(logprobs, entropies, mask, batch) if batch else logprobs.sum() * 0.0
         (loss * world).backward()  # FSDP averages gradients over ranks, where we need their sum
 

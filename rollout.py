@@ -96,16 +96,18 @@ def parse_hermes(text: str, start: int) -> tuple[Call, int]:
     return check_call(value.get("name"), value.get("arguments")), end
 
 
-XML_CLOSED = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>\s*(?:</tool_call>|\Z)))")
-XML_UNCLOSED = re.compile(r"\s*</function>\s*(?:</tool_call>|\Z)|\s*</tool_call>\s*\Z|(?=\s*<tool_call>)|\Z")
+XML_VALUE_END = re.compile(
+    r"</parameter>(?=\s*(?:<parameter=|</function>\s*</tool_call>|(?:</function>|</tool_call>)?\s*(?:<tool_call>|\Z)))"
+    r"|\s*</function>\s*</tool_call>|\s*(?:</function>|</tool_call>)\s*(?=<tool_call>|\Z)|\Z"
+)
 
 
 def parse_qwen3_xml(text: str, start: int) -> tuple[Call, int]:
     """Reads the XML call whose body begins at `start`; returns it and where the text goes on.
 
     A value ends at the first </parameter> that another parameter or the call's own closing tags follow, so a command
-    may contain any of the tags by themselves. Models now and then forget a closing tag: the value then ends with the
-    call. One newline on each side of a value belongs to the format, all others to the command.
+    may contain any of the tags by itself. Models now and then forget a closing tag: the value then ends with the call.
+    One newline on each side of a value belongs to the format, all others to the command.
     """
     function = re.compile(r"\s*<function=([^>\s]*)>").match(text, start)
     if not function:
@@ -114,9 +116,8 @@ def parse_qwen3_xml(text: str, start: int) -> tuple[Call, int]:
     arguments, position = {}, function.end()
     parameter = re.compile(r"\s*<parameter=([^>\s]*)>")
     while found := parameter.match(text, position):
-        closer = XML_CLOSED.search(text, found.end()) or XML_UNCLOSED.search(text, found.end())
-        value = text[found.end() : closer.start()].removesuffix("</parameter>")
-        arguments[found[1]] = value.removeprefix("\n").removesuffix("\n")
+        closer = XML_VALUE_END.search(text, found.end())
+        arguments[found[1]] = text[found.end() : closer.start()].removeprefix("\n").removesuffix("\n")
         position = closer.end()
     return check_call(function[1], arguments), position
 

@@ -72,8 +72,8 @@ WORKER = r"""set +p; unset -v REPLY; exec 199>&1; trap 'exit 124' PWR;
 trap '{ builtin printf "\0S%q\n" "${PWD-/}"; builtin declare -px; builtin printf "\0"; } 2>/dev/null >/proc/1/fd/3' EXIT;
 while builtin read -r -d '' || [[ $? -gt 128 ]]; do
   case $REPLY in
-    run:000:*) eval "${REPLY:8}" </dev/null >&199 2>&1 199>&- ;;
-    run:*) (exit "${REPLY:4:3}") || eval "${REPLY:8}" </dev/null >&199 2>&1 199>&- ;;
+    run:000:*) builtin eval "${REPLY:8}" </dev/null >&199 2>&1 199>&- ;;
+    run:*) (builtin exit "${REPLY:4:3}") || builtin eval "${REPLY:8}" </dev/null >&199 2>&1 199>&- ;;
     *) continue ;;
   esac;
   REPLY="$? $-"; set +x;
@@ -93,7 +93,7 @@ trap - EXIT; builtin kill -TERM 1""".replace("\n", " ")
 INIT = r"""
 set -m
 exec 3>&2
-trap : PWR
+trap 'asked=1' PWR
 trap 'printf "\0K\0" >&3; exit 143' TERM
 sweep() {
   local round d p a stat; local -A parent fresh; local -a victims running
@@ -117,15 +117,16 @@ sweep() {
   done
   kill -KILL "${victims[@]}"
 }
-[[ $1 == 0 ]] || head -c "$1" | tar -xiopf - -C / || exit 1
-mkdir -p "$2" && cd "$2" || exit 1
+[[ -z $1 ]] || { tar -xiopf - -C / <&"$1" && eval "exec $1<&-"; } || exit 1
+[[ -d $2 ]] || mkdir -p "$2"; cd "$2" || exit 1
 eval "$3"
 read -r -d '' worker
 while :; do
   REPLY=$worker bash --norc --noprofile -pc 'eval "$REPLY"' bash 2>&3 3>&- &
-  w=$!
+  w=$! asked=
   while wait "$w"; s=$?; kill -0 "$w"; do
-    order=; while read -r -d '' -t 1 order; do [[ $order == kill:* ]] && break; done
+    [[ $asked ]] || { kill -CONT "$w"; continue; }       # it has stopped itself
+    asked= order=; while read -r -d '' -t 1 order; do [[ $order == kill:* ]] && break; done
     [[ $order == kill:* ]] || continue
     order=${order#kill:} tick=${order%%:*} last=${order##*:}
     kill -PWR "$w"; sweep
@@ -604,15 +605,21 @@ class Bwrap:
             setup += f"; ulimit -d {self.memory >> 10}"
             watch()
         argv, fds = bwrap_argv(0 if root else 1000, t.writable)
-        argv = self.outside() + argv + ["--", *BOOT, run_label(), str(len(t.tar)), t.workdir, setup]
-        self.process = spawn(argv, env=env, pass_fds=fds)
-        for fd in fds:
-            os.close(fd)
+        try:
+            fds.append(os.memfd_create("template"))
+            with open(fds[-1], "wb", closefd=False) as f:
+                f.write(t.tar)
+                f.seek(0)
+            argv = self.outside() + argv + ["--", *BOOT, run_label(), str(fds[-1]), t.workdir, setup]
+            self.process = spawn(argv, env=env, pass_fds=fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
         channel = Pipes(self.process)
         if os.geteuid() == 0:                        # or the agent cannot open /dev/stdout and /dev/stderr
             for fd in (channel.stdin, *channel.streams):
                 os.fchown(fd, self.uid, self.uid)
-        channel.send(b"%s\0%s%s\0" % (INIT.encode(), t.tar, WORKER.encode()))
+        channel.send(b"%s\0%s\0" % (INIT.encode(), WORKER.encode()))
         return channel
 
     def outside(self):
@@ -773,7 +780,7 @@ def bwrap_template(task):
             tree = {}
             writable = writable_folders(tops)
             key = hashlib.sha256(repr((tar, env, workdir, writable, rest)).encode()).hexdigest()
-            tar = once(("run", key), functools.partial(bwrap_run, task, rest, tar, env, workdir, writable))
+            tar = once(("run", key), functools.partial(bwrap_run, task, line, tar, env, workdir, writable))
             tops |= {name.split("/")[0] for name in tar_tops(tar)} - {"home"}
         else:
             refuse(line)
@@ -809,17 +816,19 @@ def tar_tops(tar):
         return archive.getnames()
 
 
-def bwrap_run(task, command, tar, env, workdir, writable):
+def bwrap_run(task, line, tar, env, workdir, writable):
     """One RUN step: what the folders hold afterwards, as a tar. Like the episodes it has no network."""
     argv, fds = bwrap_argv(0, writable, seal=False)
+    command = line[3:].strip()
     if command.startswith("["):
         command = shlex.join(json.loads(command))
+    command = "chown() { :; }; chgrp() { :; }; " + command          # there is one user: all of it is the agent's
     script = ('mkdir -p /root; head -c "$1" | tar -xiopf - -C / && cd "$2" && sh -c "$3" </dev/null >&2 || exit 1\n'
               'cd /; shopt -s dotglob; for d in *; do [[ " $4 " == *" $d "* ]] || set -- "$@" "$d"; done\n'
-              'shift 4; exec tar -cpf - --sort=name "$@"')
-    system = " ".join(["usr", "etc", "proc", "dev", "run", "sys", *TOP] + ["var"] * ("/var" not in writable))
+              'shift 4; exec tar -cpf - --sort=name home/user "$@"')
+    system = ["usr", "etc", "proc", "dev", "run", "sys", *TOP] + [f for f in ("var", "home") if "/" + f not in writable]
     argv = as_nobody(next(uids)) + argv
-    argv += ["--", "bash", "-pc", script, run_label(), str(len(tar)), workdir, command, system]
+    argv += ["--", "bash", "-pc", script, run_label(), str(len(tar)), workdir, command, " ".join(system)]
     process = spawn(argv, env={"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", **env}, pass_fds=fds)
     for fd in fds:
         os.close(fd)
@@ -830,7 +839,7 @@ def bwrap_run(task, command, tar, env, workdir, writable):
     finally:
         end_process(process)
     if process.returncode:
-        raise TaskError(f"task {task['id']}: RUN {command} fails under bubblewrap (no network, /usr read-only; Docker has "
+        raise TaskError(f"task {task['id']}: `{line}` fails under bubblewrap (no network, /usr read-only; Docker has "
                         f"both): {said.decode('utf-8', 'replace')[-1000:]}")
     return out
 
@@ -852,6 +861,7 @@ def docker_api(host):
         docker.APIClient(host, version="auto", timeout=10, tls=tls).ping()
         api = docker.APIClient(host, version="auto", timeout=600, num_pools=64, tls=tls)
         api.tmax_info = api.info()
+        api.tmax_podman = any("podman" in c["Name"].lower() for c in api.version().get("Components") or [])
         reap_containers(api)
         return api
     return once(("api", host), connect)
@@ -877,7 +887,7 @@ def docker_image(task, host):
 
     def build():
         import docker
-        with docker_errors(f"task {task['id']}, build"):
+        with docker_errors(f"task {task['id']}, build", [("(?i)parse error|unknown instruction|dockerfile", "mend its Dockerfile")]):
             api = docker_api(host)
             with contextlib.suppress(docker.errors.ImageNotFound):
                 return api.inspect_image(tag)
@@ -930,16 +940,18 @@ class Docker:
             self.api = api = docker_api(self.host)
             cpus = min(limits["cpus"], api.tmax_info.get("NCPU") or limits["cpus"])
             from docker.types import LogConfig, Ulimit
+            ulimits = {"nofile": (1024, 4096), "core": (0, 0), "fsize": (DISK_MB << 20, DISK_MB << 20)}
+            if api.tmax_podman:                      # its own default is more than some hosts permit
+                ulimits["nproc"] = (32768, 32768)
             host_config = api.create_host_config(
                 network_mode="bridge" if limits["network"] else "none", ipc_mode="private", cap_drop=["ALL"],
                 cap_add=BASE_CAPS, security_opt=["no-new-privileges"], pids_limit=PROCESSES,
                 mem_limit=f"{limits['memory_mb']}m", memswap_limit=f"{limits['memory_mb']}m", nano_cpus=int(cpus * 1e9),
                 log_config=LogConfig(type="none"),
-                ulimits=[Ulimit(name="nofile", soft=1024, hard=4096), Ulimit(name="core", soft=0, hard=0),
-                         Ulimit(name="fsize", soft=DISK_MB << 20, hard=DISK_MB << 20)],
+                ulimits=[Ulimit(name=name, soft=soft, hard=hard) for name, (soft, hard) in ulimits.items()],
                 storage_opt={"size": f"{DISK_MB}m"} if disk_quota(api.tmax_info) else None)
             self.container = api.create_container(
-                tag, entrypoint=BOOT, command=[run_label(), "0", self.workdir, ""], user=user_of(task), stdin_open=True,
+                tag, entrypoint=BOOT, command=[run_label(), "", self.workdir, ""], user=user_of(task), stdin_open=True,
                 environment=env, working_dir="/", labels={"tmax-run": run_label()}, hostname="sandbox",
                 host_config=host_config)["Id"]
             channel = Socket(api.attach_socket(self.container, {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}))
@@ -1080,14 +1092,17 @@ def oom_kills(cgroup):
     return 0
 
 
-def remove_cgroup(cgroup):
-    for _ in range(20):
+def remove_cgroup(cgroup, leaving=set()):
+    """Its last processes may be still on their way out: then the next call removes it, or the next run."""
+    leaving.add(cgroup)
+    for folder in list(leaving):
         try:
-            return os.rmdir(cgroup)
+            os.rmdir(folder)
         except FileNotFoundError:
-            return
-        except OSError:                              # its last processes are still on their way out
-            time.sleep(.01)
+            pass
+        except OSError:
+            continue
+        leaving.discard(folder)
 
 
 def bwrap_usage(box):
@@ -1340,9 +1355,11 @@ def check_task(task):
     for part in ("files", "tests", "solution"):
         tree = task.get(part) or {}
         require(isinstance(tree, dict), f"{part} must be an object: path -> file")
+        folders = {path[:slash.start()] for path in tree for slash in re.finditer("/", path)}
         for path, item in tree.items():
             require(path and posixpath.normpath(path) == path and not path.startswith(("/", "..")),
                     f"{part}: the path {path!r} does not stay inside")
+            require(path not in folders, f"{part}: {path} is a file and a folder of other files")
             require(isinstance(item, dict) and ("text" in item) != ("b64" in item), f"{part}/{path} needs text or b64")
             try:
                 file_bytes(item), file_mode(path, item.get("mode"))
@@ -1428,12 +1445,12 @@ def load_tasks(path):
     tasks, lines = [], {}
     for number, task in numbered_records(path):
         where = f"{path}:{number}: task {task.get('id', '(without id)')}"
-        for field in ("id", "instruction", "dockerfile", "tests"):
-            if field not in task:
-                raise ValueError(f"{where}: the field {field!r} is missing")
+        task.setdefault("files", {})
+        for field, kind in dict(id=str, instruction=str, dockerfile=str, files=dict, tests=dict).items():
+            if not isinstance(task.get(field), kind):
+                raise ValueError(f"{where}: the field {field!r} is missing or not a {kind.__name__}")
         if task["id"] in lines:
             raise ValueError(f"{where}: line {lines[task['id']]} has the same id")
-        task.setdefault("files", {})
         lines[task["id"]] = number
         tasks.append(task)
     return tasks

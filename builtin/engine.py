@@ -123,25 +123,26 @@ class TorchEngine:
             cache.reorder_cache(index)
             logits, mask, positions = logits[index], mask[index], positions[index]
 
-            # Decode: one token a row, drop the rows that are done, step the others.
+            # Decode: one token for every row that is not done. Rows that are done ride along until it pays to move the
+            # others together.
+            live = list(range(len(rows)))
             while True:
-                tokens, logprobs = sample(logits, rows)
-                keep = []
-                for i, row in enumerate(rows):
-                    row.new.append(tokens[i])
-                    row.logprobs.append(logprobs[i])
+                tokens, logprobs = sample(logits[live], [rows[i] for i in live])
+                for i, token, logprob in zip(live, tokens, logprobs):
+                    row = rows[i]
+                    row.new.append(token)
+                    row.logprobs.append(logprob)
                     row.versions.append(version)
-                    if tokens[i] in self.eos_ids or len(row.new) == row.limit:
+                    if token in self.eos_ids or len(row.new) == row.limit:
                         row.past = cut_past(cache, i, mask[i], row.versions[0])
                         row.done.set()
-                    else:
-                        keep.append(i)
-                if not keep:
+                live = [i for i in live if not rows[i].done.is_set()]
+                if not live:
                     return
-                if len(keep) < len(rows):
-                    index, rows = tensor(keep), [rows[i] for i in keep]
+                if len(live) < 0.75 * len(rows):
+                    index, rows = tensor(live), [rows[i] for i in live]
                     cache.reorder_cache(index)
-                    mask, positions = mask[index], positions[index]
+                    mask, positions, live = mask[index], positions[index], list(range(len(rows)))
                 ids = tensor([[row.new[-1]] for row in rows])  # (B, 1)
                 mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
                 positions = positions[:, -1:] + 1
