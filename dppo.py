@@ -1,18 +1,18 @@
 """Reinforcement learning on outcomes: a checkpoint and tasks.jsonl in, a better checkpoint out.
 
-Every step takes groups of episodes of the same task, gives each episode its reward minus its group's mean as advantage,
-and makes the tokens of the better episodes more likely and those of the worse ones less. Sampling runs ahead of training
-(`--lag`), so tokens come from a policy a little older than the one that learns from them; DPPO's mask cuts the tokens
-whose probability has already moved too far.
+Every step takes groups of episodes of the same task, gives each episode its reward minus its group's mean as
+advantage, and makes the tokens of the better episodes more likely and those of the worse ones less. Sampling
+runs ahead of training (`--lag`), so tokens come from a policy a little older than the one that learns from
+them; DPPO's mask cuts the tokens whose probability has already moved too far.
 
-    python dppo.py --model ckpt_sft --tasks tasks.jsonl --out runs/rl                       # one process
-    torchrun --nproc-per-node 2 dppo.py --model ckpt_sft --tasks tasks.jsonl --out runs/rl  # sharded with FSDP2
+    python dppo.py --model ckpt --tasks tasks.jsonl --out runs/rl                       # one process
+    torchrun --nproc-per-node 2 dppo.py --model ckpt --tasks tasks.jsonl --out runs/rl  # sharded with FSDP2
 
 It writes metrics.jsonl (a line a step), rollouts.jsonl (every trained episode with both sides' log-probs) and
 checkpoints that transformers loads. To read it, start at `train` near the end: it is the whole loop.
 
-Left out: a KL penalty and a value network (the recipe has neither), packing of sequences, sequence parallelism.
-"""
+Left out: a KL penalty and a value network (the recipe has neither), packing of sequences, sequence
+parallelism. """
 
 import argparse
 import copy
@@ -32,19 +32,18 @@ from torch.utils.checkpoint import checkpoint
 
 import rollout
 from builtin.engine import TorchEngine
-from sandbox import InfraError, JsonlWriter, check_task, load_tasks, resolve_backend
+from sandbox import InfraError, JsonlWriter, resolve_backend
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 1. The maths
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 
 def group_advantages(rewards, mode: str = "centered") -> torch.Tensor:
     """Advantages of one group's episodes: (G,) rewards -> (G,) fp32.
 
-    centered: reward - group mean (RECIPE section 3). normalized: that over the group's standard deviation, as in GRPO.
-    A group without spread gives zeros.
-    """
+    centered: reward - group mean (RECIPE section 3). normalized: that over the group's standard deviation, as
+    in GRPO. A group without spread gives zeros. """
     rewards = torch.as_tensor(rewards, dtype=torch.float64)
     if not has_spread(rewards):
         return torch.zeros(len(rewards))
@@ -62,19 +61,20 @@ def has_spread(rewards) -> bool:
 
 
 def dppo_keep(logprobs, old_logprobs, advantages, delta: float = 0.1) -> torch.Tensor:
-    """DPPO's mask with the binary approximation of total variation (RECIPE section 3): True where a token is kept.
+    """DPPO's mask with the binary approximation of total variation (RECIPE section 3): True where a token is
+    kept.
 
-    logprobs: log pi, the trainer's now. old_logprobs: log mu, the sampler's then. advantages: broadcastable to both.
-    A token is cut when its probability has moved by more than delta and the update would move it further the same way.
-    A ratio as in PPO would cut rare tokens that barely moved and keep likely ones that moved a lot.
-    """
+    logprobs: log pi, the trainer's now. old_logprobs: log mu, the sampler's then. advantages: broadcastable
+    to both. A token is cut when its probability has moved by more than delta and the update would move it
+    further the same way. A ratio as in PPO would cut rare tokens that barely moved and keep likely ones that
+    moved a lot. """
     moved = logprobs.exp() - old_logprobs.exp()  # pi - mu; |pi - mu| is the binary TV divergence
     further = ((advantages > 0) & (moved > 0)) | ((advantages < 0) & (moved < 0))
     return ~((moved.abs() > delta) & further)
 
 
 def grpo_keep(logprobs, old_logprobs, advantages, low: float = 0.2, high: float = 0.272) -> torch.Tensor:
-    """The tokens that PPO's clipped objective leaves a gradient: the ratio is inside [1 - low, 1 + high], or going back."""
+    """The tokens that PPO's clipping leaves a gradient: ratio in [1 - low, 1 + high], or going back."""
     ratio = (logprobs - old_logprobs).exp()
     return ~(((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low)))
 
@@ -82,13 +82,12 @@ def grpo_keep(logprobs, old_logprobs, advantages, low: float = 0.2, high: float 
 def policy_loss(logprobs, old_logprobs, advantages, mask, total, loss: str = "dppo", delta: float = 0.1):
     """The loss of a part of a batch, and which of its tokens were kept.
 
-    logprobs (B, T) with gradient, old_logprobs (B, T), advantages (B, 1) or (B, T), mask (B, T) True where sampled.
-    total: the number of sampled tokens in the WHOLE batch, over all micro-batches and ranks, cut tokens included: the
-    parts' losses then add up to the batch's mean over tokens, however it is split.
+    logprobs (B, T) with gradient, old_logprobs (B, T), advantages (B, 1) or (B, T), mask (B, T) True where
+    sampled. total: the number of sampled tokens in the WHOLE batch, over all micro-batches and ranks, cut
+    tokens included: the parts' losses then add up to the batch's mean over tokens, however it is split.
 
-    dppo, grpo and reinforce differ only in the tokens they keep. A kept token's term is A * pi / mu, whose gradient is
-    A * pi / mu * grad log pi: the policy gradient, corrected for the policy that sampled.
-    """
+    dppo, grpo and reinforce differ only in the tokens they keep. A kept token's term is A * pi / mu, whose
+    gradient is A * pi / mu * grad log pi: the policy gradient, corrected for the policy that sampled. """
     with torch.no_grad():
         if loss == "dppo":
             keep = mask & dppo_keep(logprobs, old_logprobs, advantages, delta)
@@ -104,14 +103,15 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, total, loss: str = "dp
 
 
 def token_logprobs(model, ids, loss_mask, temperature: float = 1.0, chunk: int = 2048):
-    """Log-probs of the tokens that carry loss, and the entropy at their positions: both (B, T) fp32, 0 elsewhere.
+    """Log-probs of the tokens that carry loss, and the entropy at their positions: both (B, T) fp32, 0
+    elsewhere.
 
-    ids, loss_mask: (B, T), right-padded. logprobs[b, t] = log p(ids[b, t] | ids[b, :t]) under the temperature the
-    tokens were sampled with. No attention mask is needed: a causal model never looks at the padding on the right.
+    ids, loss_mask: (B, T), right-padded. logprobs[b, t] = log p(ids[b, t] | ids[b, :t]) under the temperature
+    the tokens were sampled with. No attention mask is needed: a causal model never looks at the padding on
+    the right.
 
-    Only positions that carry loss go through the LM head, `chunk` at a time, and backward computes each chunk again:
-    the (tokens, vocabulary) matrix, the largest by far, never exists whole.
-    """
+    Only positions that carry loss go through the LM head, `chunk` at a time, and backward computes each chunk
+    again: the (tokens, vocabulary) matrix, the largest by far, never exists whole. """
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (B, T, d)
     weight = model.get_output_embeddings().weight
     loss_mask = loss_mask.bool().clone()
@@ -124,30 +124,25 @@ def token_logprobs(model, ids, loss_mask, temperature: float = 1.0, chunk: int =
         entropy = -(logprobs.detach().exp() * logprobs.detach()).sum(-1)
         return logprobs.gather(-1, targets[:, None])[:, 0], entropy
 
-    parts = [
-        checkpoint(head, h, t, weight, use_reentrant=False)
-        for h, t in zip(hidden.split(chunk), targets.split(chunk))
-    ]
-    logprobs = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
-    entropies = torch.zeros_like(logprobs)
-    if parts:
-        logprobs = logprobs.to(parts[0][0].dtype).masked_scatter(loss_mask, torch.cat([p[0] for p in parts]))
-        entropies = entropies.to(parts[0][0].dtype).masked_scatter(loss_mask, torch.cat([p[1] for p in parts]))
-    return logprobs, entropies
+    chunks = zip(hidden.split(chunk), targets.split(chunk))
+    parts = [checkpoint(head, h, t, weight, use_reentrant=False) for h, t in chunks]
+    logprobs, entropies = (torch.cat(part) for part in zip(*parts))  # (N,)
+    empty = torch.zeros(ids.shape, dtype=logprobs.dtype, device=ids.device)
+    return empty.masked_scatter(loss_mask, logprobs), empty.masked_scatter(loss_mask, entropies)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 2. Batches: lists of samples -> equal numbers of padded micro-batches on every rank
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 
 def micro_batches(samples: list[dict], max_tokens: int, ranks: int = 1) -> list[list[list[dict]]]:
     """Splits samples (each with "ids") into micro-batches: for each rank a list of the same length.
 
-    Rows of similar length share one, so that little is padding, and rows * longest row stays within max_tokens (one
-    longer row gets one for itself). Ranks get about the same number of tokens. A rank that has fewer gets empty
-    micro-batches: FSDP ranks must run the same number of passes, or they wait for each other for ever.
-    """
+    Rows of similar length share one, so that little is padding, and rows * longest row stays within
+    max_tokens (one longer row gets one for itself). Ranks get about the same number of tokens. A rank that
+    has fewer gets empty micro-batches: FSDP ranks must run the same number of passes, or they wait for each
+    other for ever. """
     batches = []
     for sample in sorted(samples, key=lambda s: -len(s["ids"])):
         if batches and (len(batches[-1]) + 1) * len(batches[-1][0]["ids"]) <= max_tokens:
@@ -179,15 +174,15 @@ class Policy(torch.nn.Module):
 
 
 def backward(policy, batches: list[list[dict]], loss_function, temperature: float = 1.0):
-    """Gradients of one optimiser step: forward and backward over this rank's micro-batches, one after the other.
+    """Gradients of one optimiser step: forward and backward over this rank's micro-batches, one after the
+    other.
 
-    loss_function(logprobs, entropies, mask, batch) -> the micro-batch's share of the loss, so that all shares, over
-    micro-batches and ranks, add up to the loss of the whole batch.
-    """
+    loss_function(logprobs, entropies, mask, batch) -> the micro-batch's share of the loss, so that all
+    shares, over micro-batches and ranks, add up to the loss of the whole batch. """
     device = next(policy.parameters()).device
     world = dist.get_world_size() if dist.is_initialized() else 1
     for batch in batches:
-        rows = batch or [{"ids": [0, 0], "mask": [0, 1]}]  # a dummy: it runs like any other and weighs nothing
+        rows = batch or [{"ids": [0, 0], "mask": [0, 1]}]  # a dummy: runs like any other, weighs nothing
         ids = pad([s["ids"] for s in rows], 0, torch.long, device)  # (B, T)
         mask = pad([s["mask"] for s in rows], 0, torch.bool, device)
         logprobs, entropies = policy(ids, mask, temperature)
@@ -195,9 +190,9 @@ def backward(policy, batches: list[list[dict]], loss_function, temperature: floa
         (loss * world).backward()  # FSDP averages gradients over ranks, where we need their sum
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 3. Ranks: plain torch.distributed, FSDP2 for the shards
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 
 def setup_ranks() -> tuple[int, int, torch.device]:
@@ -213,7 +208,8 @@ def setup_ranks() -> tuple[int, int, torch.device]:
         raise ValueError("on a GPU, start with torchrun, also for one: torchrun --nproc-per-node 1 ...")
     if cuda:
         torch.cuda.set_device(device)
-    # The timeout is for ranks that wait while rank 0 waits for rollouts. They wait in gloo, which times out softly.
+    # The timeout is for ranks that wait while rank 0 waits for rollouts. They wait in gloo, which times out
+    # softly.
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=24))
     return dist.get_rank(), dist.get_world_size(), device
 
@@ -238,7 +234,7 @@ def shard(model) -> Policy:
 def full_weights(policy) -> dict[str, torch.Tensor]:
     """The whole model's weights, gathered from all ranks. Every rank must call it."""
     state = policy.model.state_dict()
-    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+    return {name: w.full_tensor() if hasattr(w, "full_tensor") else w for name, w in state.items()}
 
 
 def clip_gradients(policy, max_norm: float) -> float:
@@ -278,20 +274,19 @@ def save_checkpoint(policy, tokenizer, folder: Path):
     os.replace(temporary, folder)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 4. Rollouts that run ahead of the trainer (rank 0)
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Rollouts:
     """Plays groups of episodes in threads and keeps the useful ones ready for the trainer.
 
-    Every group that has been started and not yet been trained on, or dropped, counts; at most (lag + 1) * prompts do.
-    This bounds how old a group can be when it is used, without throwing finished work away. Only a straggler that
-    newer groups overtook may turn out too old: it is dropped, and counted as stale.
+    Every group that has been started and not yet been trained on, or dropped, counts; at most (lag + 1) *
+    prompts do. This bounds how old a group can be when it is used, without throwing finished work away. Only
+    a straggler that newer groups overtook may turn out too old: it is dropped, and counted as stale.
 
-    play(task, group, sample) -> Rollout record.
-    """
+    play(task, group, sample) -> Rollout record. """
 
     def __init__(self, tasks: list[dict], play, args):
         self.tasks, self.play, self.args = tasks, play, args
@@ -308,8 +303,8 @@ class Rollouts:
 
     def _reset_counts(self):
         self.rewards, self.last_error = [], None
-        self.seen = dict.fromkeys(["groups_zero", "groups_one", "groups_flat", "groups_failed", "groups_stale",
-                                   "stale_tokens", "infra_errors"], 0)  # fmt: skip
+        names = "groups_zero groups_one groups_flat groups_failed groups_stale stale_tokens infra_errors"
+        self.seen = dict.fromkeys(names.split(), 0)
 
     def _dropped(self) -> int:
         return sum(self.seen[name] for name in ("groups_zero", "groups_one", "groups_flat", "groups_failed"))
@@ -350,7 +345,7 @@ class Rollouts:
         del self.playing[record["group"]]
         graded = sorted((r for r in group if r["reward"] is not None), key=lambda r: r["sample"])
         rewards = [r["reward"] for r in graded]
-        for failed in (r for r in group if r["reward"] is None):  # ours to fix: it says nothing about the policy
+        for failed in (r for r in group if r["reward"] is None):  # says nothing about the policy
             self.seen["infra_errors"] += 1
             self.last_error = failed["error"]
         if len(graded) < 2:
@@ -365,11 +360,12 @@ class Rollouts:
         self._admit()
 
     def next_batch(self, version: int) -> tuple[list[list[dict]], dict]:
-        """The next `prompts` useful groups, none more than `lag` versions old, and what was counted since the last.
+        """The next `prompts` useful groups, none more than `lag` versions old, and what was counted since the
+        last.
 
-        Groups without spread in reward are dropped and replaced (active sampling), at most max_refill * prompts of
-        them. After that the batch is smaller, with a warning; if nothing at all is useful, an error says why.
-        """
+        Groups without spread in reward are dropped and replaced (active sampling), at most max_refill *
+        prompts of them. After that the batch is smaller, with a warning; if nothing at all is useful, an
+        error says why. """
         prompts = self.args.prompts
         with self.changed:
             while True:
@@ -377,26 +373,27 @@ class Rollouts:
                 self.changed.wait_for(lambda: self.failure or len(self.ready) >= prompts or not self.playing)
                 if self.failure:
                     raise self.failure
-                fresh = [g for g in self.ready if version - oldest_version(g) <= self.args.lag]
-                self.seen["groups_stale"] += len(self.ready) - len(fresh)
-                self.seen["stale_tokens"] += sum(len(r["token_ids"]) for g in self.ready if g not in fresh for r in g)
-                stale, self.ready = len(self.ready) - len(fresh), fresh
-                if len(fresh) >= prompts or not (stale or self.playing):
+                stale = [g for g in self.ready if version - oldest_version(g) > self.args.lag]
+                self.ready = [g for g in self.ready if version - oldest_version(g) <= self.args.lag]
+                self.seen["groups_stale"] += len(stale)
+                self.seen["stale_tokens"] += sum(len(r["token_ids"]) for group in stale for r in group)
+                if len(self.ready) >= prompts or not (stale or self.playing):
                     break
-            groups, self.ready = fresh[:prompts], fresh[prompts:]
+            groups, self.ready = self.ready[:prompts], self.ready[prompts:]
             counts = {**self.seen, "groups_kept": len(groups), "reward": float(np.mean(self.rewards or [0]))}
             if not groups and not self.rewards:
                 raise InfraError(f"no episode could be played: {self.last_error}")
             if not groups:
                 raise ValueError(
-                    f"no group of {self._dropped()} has a spread in reward, so there is nothing to learn from: in "
-                    f"{counts['groups_zero']} every episode failed, in {counts['groups_one']} every one succeeded. "
-                    "Use tasks that the model solves sometimes, a better warm start, or a larger --group-size"
+                    f"none of {self._dropped()} groups has a spread in reward, so there is nothing to learn: "
+                    f"in {counts['groups_zero']} every episode failed, in {counts['groups_one']} every one "
+                    "succeeded. Use tasks that the model solves sometimes, a better warm start, or a larger "
+                    "--group-size"
                 )
             if len(groups) < prompts:
-                print(f"warning: after {self._dropped()} dropped groups only {len(groups)} of {prompts} are useful")
+                print(f"warning: {self._dropped()} groups dropped, {len(groups)} of {prompts} are useful")
             if self.last_error:
-                print(f"warning: {counts['infra_errors']} episodes had no outcome, the last: {self.last_error}")
+                print(f"warning: {counts['infra_errors']} episodes without outcome, e.g.: {self.last_error}")
             self.in_training = len(groups)
             self._reset_counts()
             self._admit()
@@ -414,9 +411,9 @@ def oldest_version(group: list[dict]) -> int:
     return min(r["policy_versions"][0][0] for r in group)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 5. The loop
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 
 def train(args):
@@ -435,18 +432,18 @@ def train(args):
         engine = TorchEngine(copied, rollout.end_ids(model, chat), args.max_batch)
 
         def play(task, group, sample, seed=None, grade="submitted"):
-            return rollout.run_episode(
-                task, engine, chat, sampling, seed=rollout.derive_seed(args.seed, group) if seed is None else seed,
-                group=group, sample=sample, model=args.model, backend=backend, grade=grade,
-            )  # fmt: skip
+            seed = rollout.derive_seed(args.seed, group) if seed is None else seed
+            return rollout.run_episode(task, engine, chat, sampling, seed=seed, group=group, sample=sample,
+                                       model=args.model, backend=backend, grade=grade)
 
-        rollouts = Rollouts(load_checked(args.tasks), play, args)
-        eval_tasks = load_checked(args.eval_tasks) if args.eval_tasks else []
+        rollouts = Rollouts(rollout.load_checked_tasks(args.tasks), play, args)
+        eval_tasks = rollout.load_checked_tasks(args.eval_tasks) if args.eval_tasks else []
         out.mkdir(parents=True, exist_ok=True)
         metrics_file, rollouts_file = JsonlWriter(out / "metrics.jsonl"), JsonlWriter(out / "rollouts.jsonl")
 
     policy = shard(model.train())
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(args.beta1, args.beta2), weight_decay=0.0)
+    betas = (args.beta1, args.beta2)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=betas, weight_decay=0.0)
     best = -1.0
 
     for step in range(args.steps):
@@ -468,7 +465,7 @@ def train(args):
             loss, keep = policy_loss(logprobs, old_logprobs, advantages, mask, total, args.loss, args.delta)
             for i, s in enumerate(batch):  # for the log
                 s["logprobs"], s["entropy"] = logprobs[i].tolist(), entropies[i].sum().item()
-                s["kept"], s["loss"] = keep[i].tolist(), loss.item() / len(batch)
+                s["kept"] = keep[i].tolist()
             return loss
 
         backward(policy, batches, loss_function, args.temperature)
@@ -477,7 +474,8 @@ def train(args):
         optimizer.zero_grad()
         clock.append(time.perf_counter())
 
-        # Push. The engine takes the new weights between two of its forward passes, episodes in flight go on with them.
+        # Push. The engine takes the new weights between two of its forward passes, episodes in flight go on
+        # with them.
         weights = full_weights(policy)
         if rank == 0:
             engine.load(weights, version=step + 1)
@@ -488,7 +486,8 @@ def train(args):
         everyones = gather([s for batch in batches for s in batch])
         if rank == 0:
             trained = sorted((s for share in everyones for s in share), key=lambda s: s["index"])
-            metrics |= {"step": step, "grad_norm": grad_norm, "lr": args.lr, **batch_metrics(groups, trained, chat)}
+            metrics |= {"step": step, "grad_norm": grad_norm, "lr": args.lr}
+            metrics |= batch_metrics(groups, trained, chat)
             metrics["lag"] = step - min(oldest_version(g) for g in groups)
             metrics |= dict(zip(["wait_s", "train_s", "push_s"], np.diff(clock).tolist()))
             metrics["train_tokens_per_s"] = metrics["tokens"] / metrics["train_s"]
@@ -513,16 +512,6 @@ def train(args):
         dist.destroy_process_group()
 
 
-def load_checked(path: str) -> list[dict]:
-    """Tasks of a file, each looked at before the first episode."""
-    tasks = load_tasks(path)
-    for task in tasks:
-        check_task(task)
-    if not tasks:
-        raise ValueError(f"{path} has no tasks")
-    return tasks
-
-
 def make_samples(groups: list[list[dict]], mode: str) -> list[dict]:
     """What a rank needs of each episode: its tokens, the sampler's log-probs and its advantage."""
     samples = []
@@ -531,7 +520,7 @@ def make_samples(groups: list[list[dict]], mode: str) -> list[dict]:
             samples.append({
                 "index": len(samples), "ids": record["token_ids"], "mask": record["loss_mask"],
                 "old_logprobs": [p or 0.0 for p in record["logprobs"]], "advantage": advantage,
-            })  # fmt: skip
+            })
     return samples
 
 
@@ -549,41 +538,43 @@ def batch_metrics(groups: list[list[dict]], samples: list[dict], chat) -> dict:
         name: np.concatenate([np.array(s[name])[: len(s["ids"])][np.array(s["mask"], bool)] for s in samples])
         for name in ("logprobs", "old_logprobs", "kept")
     }
-    sign = np.concatenate([np.full(sum(s["mask"]), np.sign(s["advantage"])) for s in samples])
-    difference = np.abs(flat["logprobs"] - flat["old_logprobs"])
+    advantage = np.concatenate([np.full(sum(s["mask"]), s["advantage"]) for s in samples])
+    moved = flat["logprobs"] - flat["old_logprobs"]
+    kept = flat["kept"].astype(bool)
     turns = sum(r["turns"] for r in records)
     calls = [m["content"][m["content"].find("<tool_call>"):] for r in records for m in r["messages"]
-             if m["role"] == "assistant" and "<tool_call>" in m["content"]]  # fmt: skip
+             if m["role"] == "assistant" and "<tool_call>" in m["content"]]
     return {
         "episodes": len(records),
         "tokens": sum(len(s["ids"]) for s in samples),
-        "sampled_tokens": len(sign),
+        "sampled_tokens": len(kept),
         "turns": turns / len(records),
-        "tokens_per_turn": len(sign) / turns,
+        "tokens_per_turn": len(kept) / turns,
         "tokens_per_call": float(np.mean([len(chat.encode(c)) for c in calls] or [0])),
-        "loss": sum(s["loss"] for s in samples),
-        "kept_positive": float(flat["kept"][sign > 0].mean()),
-        "kept_negative": float(flat["kept"][sign < 0].mean()),
-        "logprob_diff_max": float(difference.max()),
-        "logprob_diff_mean": float(difference.mean()),
-        "entropy": sum(s["entropy"] for s in samples) / len(sign),
+        "loss": float(-(np.exp(moved) * advantage)[kept].sum() / len(kept)),
+        "kept_positive": float(kept[advantage > 0].mean()),
+        "kept_negative": float(kept[advantage < 0].mean()),
+        "logprob_diff_max": float(np.abs(moved).max()),
+        "logprob_diff_mean": float(np.abs(moved).mean()),
+        "entropy": sum(s["entropy"] for s in samples) / len(kept),
     }
 
 
 def write_rollouts(writer: JsonlWriter, groups: list[list[dict]], samples: list[dict], step: int):
-    """The trained episodes as they are, with the trainer's side: its log-probs, what was kept, the advantage."""
+    """The trained episodes, with the trainer's side of them: its log-probs, what was kept, the advantage."""
     for record, s in zip((r for group in groups for r in group), samples):
         trainer_logprobs = [round(p, 5) if m else None for p, m in zip(s["logprobs"], s["mask"])]
         kept = [bool(k) if m else None for k, m in zip(s["kept"], s["mask"])]
         writer.write({**record, "step": step, "advantage": s["advantage"],
-                      "trainer_logprobs": trainer_logprobs, "kept": kept})  # fmt: skip
+                      "trainer_logprobs": trainer_logprobs, "kept": kept})
 
 
 def step_line(m: dict, steps: int) -> str:
     """One line a step for the terminal."""
     line = (
-        f"step {m['step'] + 1}/{steps}  reward {m['reward']:.3f}  kept {m['groups_kept']}  zero {m['groups_zero']}  "
-        f"one {m['groups_one']}  lag {m['lag']}  turns {m['turns']:.2f}  entropy {m['entropy']:.3f}  "
+        f"step {m['step'] + 1}/{steps}  reward {m['reward']:.3f}  groups {m['groups_kept']} kept "
+        f"{m['groups_zero']} zero {m['groups_one']} one  lag {m['lag']}  turns {m['turns']:.2f}  "
+        f"entropy {m['entropy']:.3f}  "
         f"diff {m['logprob_diff_max']:.2f}  mask +{m['kept_positive']:.3f} -{m['kept_negative']:.3f}  "
         f"wait {m['wait_s']:.1f}s  train {m['train_s']:.1f}s"
     )
@@ -600,8 +591,8 @@ def main():
     # rollouts (Table 13)
     parser.add_argument("--prompts", type=int, default=8, help="useful groups a step")
     parser.add_argument("--group-size", type=int, default=32, help="episodes a group")
-    parser.add_argument("--lag", type=int, default=4, help="steps that sampling may run ahead; 0 is on-policy")
-    parser.add_argument("--max-refill", type=int, default=8, help="dropped groups a step, in batches, before giving up")
+    parser.add_argument("--lag", type=int, default=4, help="steps sampling may run ahead; 0: on-policy")
+    parser.add_argument("--max-refill", type=int, default=8, help="batches of dropped groups, at most")
     parser.add_argument("--workers", type=int, default=128, help="episodes at the same time")
     parser.add_argument("--max-batch", type=int, default=256, help="sequences the engine steps together")
     parser.add_argument("--backend", default="auto", choices=["auto", "docker", "bwrap"])
@@ -626,7 +617,7 @@ def main():
     args = parser.parse_args()
     try:
         if args.group_size < 2:
-            raise ValueError("--group-size must be at least 2: an episode's advantage is its reward minus its group's mean")
+            raise ValueError("--group-size: at least 2, as an advantage is a reward minus its group's mean")
         train(args)
     except KeyboardInterrupt:
         sys.exit(f"dppo.py: stopped; metrics and checkpoints so far are in {args.out}")

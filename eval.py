@@ -4,12 +4,12 @@
     python eval.py report eval.jsonl [more.jsonl ...] [--json]                         # means, errors, pass@k
     python eval.py plot runs/demo --out curve.png                                      # learning curves
 
-`run` plays every task several times through rollout.py, with the paper's evaluation settings, and grades every episode.
-`report` groups rows by model; a row needs only model, task_id and reward, so results from elsewhere can be read too.
-Statistics are over tasks, because tasks, not attempts, are what a benchmark samples (DESIGN "Statistics").
+`run` plays every task several times through rollout.py, with the paper's evaluation settings, and grades
+every episode. `report` groups rows by model; a row needs only model, task_id and reward, so results from
+elsewhere can be read too. Statistics are over tasks, because tasks, not attempts, are what a benchmark
+samples (DESIGN "Statistics").
 
-Left out: paired comparisons, Harbor folders and the trajectory page.
-"""
+Left out: paired comparisons, Harbor folders and the trajectory page. """
 
 import argparse
 import json
@@ -24,20 +24,18 @@ import numpy as np
 from tqdm import tqdm
 
 import rollout
-from sandbox import InfraError, JsonlWriter, check_task, load_tasks, read_jsonl, resolve_backend
+from sandbox import InfraError, JsonlWriter, read_jsonl, resolve_backend
 
 TOKEN_FIELDS = ("token_ids", "loss_mask", "logprobs", "policy_versions")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # run
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 
 def run(args):
-    tasks = load_tasks(args.tasks)[: args.limit]
-    for task in tasks:
-        check_task(task)
+    tasks = rollout.load_checked_tasks(args.tasks)[: args.limit]
     backend = resolve_backend(args.backend)
     engine, chat = rollout.make_engine(args.engine, args.model)
     sampling = rollout.sampling_from(args)
@@ -52,8 +50,8 @@ def run(args):
     def play(job):
         group, task, attempt = job
         for _ in range(1 + args.infra_retries):  # only what is ours to fix is tried again
-            record = rollout.run_episode(task, engine, chat, sampling, seed=args.seed, group=group, sample=attempt,
-                                         model=args.model, backend=backend, grade="always")  # fmt: skip
+            record = rollout.run_episode(task, engine, chat, sampling, seed=args.seed, group=group,
+                                         sample=attempt, model=args.model, backend=backend, grade="always")
             if record["end"] != "infra_error":
                 break
         return {"attempt": attempt, **{k: v for k, v in record.items() if k not in TOKEN_FIELDS}}
@@ -63,15 +61,16 @@ def run(args):
             out.write(row)
             rewards.append(row["reward"])
             if row["reward"] is None:
-                tqdm.write(f"{row['task_id']}: no outcome after {1 + args.infra_retries} tries: {row['error']}")
+                tries = f"{1 + args.infra_retries} tries"
+                tqdm.write(f"{row['task_id']}: no outcome after {tries}: {row['error']}")
             bar.set_postfix(mean=f"{np.mean([r or 0 for r in rewards]):.3f}", refresh=False)
             bar.update()
     print_report([args.out])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # report
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 
 def read_rows(paths: list[str]) -> dict[str, list[dict]]:
@@ -86,10 +85,10 @@ def read_rows(paths: list[str]) -> dict[str, list[dict]]:
             reward = row["reward"]
             if reward is not None and not (isinstance(reward, (int, float)) and 0 <= reward <= 1):
                 raise ValueError(f"{where}: reward {reward!r} is not a number from 0 to 1, or null")
-            attempt = (row["model"], row["task_id"], row.get("attempt"))
-            if attempt[2] is not None and attempt in seen:
-                raise ValueError(f"{where}: attempt {attempt[2]} of {attempt[1]} by {attempt[0]} is there twice")
-            seen.add(attempt)
+            key = (row["model"], row["task_id"], row.get("attempt"))
+            if key[2] is not None and key in seen:
+                raise ValueError(f"{where}: attempt {key[2]} of {key[1]} by {key[0]} is there twice")
+            seen.add(key)
             by_model[row["model"]].append(row)
     if not by_model:
         raise ValueError(f"no rows in {', '.join(paths)}")
@@ -105,7 +104,7 @@ def pass_at_k(n: int, c: int, k: int) -> float | None:
 
 
 def statistics(rows: list[dict]) -> dict:
-    """The numbers of one model's rows, as fractions. A missing reward counts as 0, except where the name says not."""
+    """The numbers of one model's rows, as fractions. A missing reward counts as 0 but where the name says not."""
     rewards = defaultdict(list)
     for row in rows:
         rewards[row["task_id"]].append(row["reward"])
@@ -120,7 +119,8 @@ def statistics(rows: list[dict]) -> dict:
         "tasks": len(means),
         "attempts": len(rows),
         "mean": float(means.mean()),
-        # Over tasks: how far the mean would move with other tasks. Over runs: with other attempts at these tasks.
+        # Over tasks: how far the mean would move with other tasks. Over runs: with other attempts at these
+        # tasks.
         "se_tasks": float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None,
         "se_runs": float(math.sqrt(sum(within)) / len(means)) if len(within) == len(means) else None,
         "pass_at_k": {str(k): float(np.mean(values)) for k, values in passed.items()},
@@ -145,15 +145,15 @@ def print_report(paths: list[str], as_json: bool = False):
             continue
         print(f"{s['model']}: {s['tasks']} tasks, {s['attempts']} attempts")
         print(f"  mean {percent(s['mean'])}   standard error {percent(s['se_tasks'])} over tasks, "
-              f"{percent(s['se_runs'])} over runs")  # fmt: skip
+              f"{percent(s['se_runs'])} over runs")
         print("  " + "   ".join(f"pass@{k} {percent(p)}" for k, p in s["pass_at_k"].items()))
         if s["missing"]:
             print(f"  {s['missing']} attempts have no reward and count as 0; "
-                  f"without them the mean is {percent(s['mean_without_missing'])}")  # fmt: skip
+                  f"without them the mean is {percent(s['mean_without_missing'])}")
         if any("end" in row for row in rows):
             ends = Counter(row.get("end") for row in rows).most_common()
             print("  ends: " + ", ".join(f"{end} {n}" for end, n in ends)
-                  + f"; {np.mean([row.get('turns', 0) for row in rows]):.1f} turns an episode")  # fmt: skip
+                  + f"; {np.mean([row.get('turns', 0) for row in rows]):.1f} turns an episode")
         families = defaultdict(list)
         for row in rows:
             families[family(row["task_id"])].append(row)
@@ -164,9 +164,9 @@ def print_report(paths: list[str], as_json: bool = False):
                 print(f"  {name:<16} {percent(one['pass_at_k']['1']):>7} {percent(one['mean']):>7}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # plot
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 
 def plot(args):
@@ -183,19 +183,22 @@ def plot(args):
             raise ValueError(f"{folder}/metrics.jsonl is empty")
         steps = [m["step"] + 1 for m in metrics]
         color, label = f"C{number}", Path(folder).name + ": " if len(args.runs) > 1 else ""
-        left.plot(steps, [m["reward"] for m in metrics], color=color, alpha=0.4, label=f"{label}training reward")
+        reward = [m["reward"] for m in metrics]
+        left.plot(steps, reward, color=color, alpha=0.4, label=f"{label}training reward")
         held_out = [(m["step"] + 1, m["eval_pass1"]) for m in metrics if "eval_pass1" in m]
         if held_out:
-            left.plot(*zip(*held_out), "o-", color=color, markersize=4, label=f"{label}pass@1, validation tasks")
+            left.plot(*zip(*held_out), "o-", color=color, markersize=4, label=f"{label}pass@1, validation")
         for file, step, marker in (("eval_sft.jsonl", 0, "s"), ("eval_rl.jsonl", steps[-1], "D")):
             if (Path(folder) / file).exists():
                 s = statistics(read_jsonl(Path(folder) / file))
-                left.errorbar([step], [s["pass_at_k"]["1"]], [s["se_tasks"]], fmt=marker, color="black", capsize=3,
-                              label="pass@1, test tasks" if number == 0 and step == 0 else None)  # fmt: skip
+                label_once = "pass@1, test tasks" if number == 0 and step == 0 else None
+                left.errorbar([step], [s["pass_at_k"]["1"]], [s["se_tasks"]], fmt=marker, color="black",
+                              capsize=3, label=label_once)
         right.plot(steps, [m["logprob_diff_mean"] for m in metrics], color=color,
-                   label=f"{label}mean |log-prob difference|")  # fmt: skip
+                   label=f"{label}mean |log-prob difference|")
         kept = [min(m["kept_positive"], m["kept_negative"]) for m in metrics]
-        right.plot(steps, [1 - k for k in kept], "--", color=color, label=f"{label}share of tokens cut (larger sign)")
+        cut = [1 - k for k in kept]
+        right.plot(steps, cut, "--", color=color, label=f"{label}share of tokens cut (larger sign)")
     left.set(xlabel="optimiser step", ylabel="reward, pass@1", ylim=(0, 1), title="Learning")
     right.set(xlabel="optimiser step", title="Trainer against sampler")
     for axes in (left, right):
@@ -205,7 +208,7 @@ def plot(args):
     print(args.out)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 
 def main():
@@ -214,7 +217,7 @@ def main():
 
     p = commands.add_parser("run", help="attempt tasks and grade them")
     p.add_argument("--tasks", required=True, help="tasks.jsonl")
-    p.add_argument("--model", required=True, help="checkpoint folder, or the model's name at the chat endpoint")
+    p.add_argument("--model", required=True, help="checkpoint folder, or a name at the chat endpoint")
     p.add_argument("--out", required=True, help="eval.jsonl; an existing one is continued")
     p.add_argument("--engine", default="torch", help="torch, or chat:URL (key in OPENAI_API_KEY)")
     p.add_argument("--attempts", type=int, default=5, help="attempts a task")

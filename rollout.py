@@ -1,22 +1,23 @@
 """An agent with one tool attempts tasks: tasks.jsonl in, rollouts.jsonl out.
 
-The model sees a task and may call `bash(command)`. Each command runs in the task's sandbox, what it printed goes back to
-the model, and so on until the agent submits, a limit is reached or something breaks. Then the task's own tests grade
-what is left in the sandbox. This file is the only harness: gathering SFT data, training and evaluation all use
-`run_episode` below.
+The model sees a task and may call `bash(command)`. Each command runs in the task's sandbox, what it printed
+goes back to the model, and so on until the agent submits, a limit is reached or something breaks. Then the
+task's own tests grade what is left in the sandbox. This file is the only harness: gathering SFT data,
+training and evaluation all use `run_episode` below.
 
-    python rollout.py --tasks tasks.jsonl --model ckpt --n 8 --out rollouts.jsonl               # a model, in process
-    python rollout.py --tasks tasks.jsonl --model gpt-x --engine chat:https://host/v1 --out r.jsonl   # any chat API
-    python rollout.py --tasks tasks.jsonl --oracle --out demos.jsonl                            # the tasks' own demos
+    python rollout.py --tasks tasks.jsonl --out r.jsonl --model ckpt --n 8        # a model, in process
+    python rollout.py --tasks tasks.jsonl --out r.jsonl --model gpt-x --engine chat:https://host/v1
+    python rollout.py --tasks tasks.jsonl --out r.jsonl --oracle                  # the tasks' own demos
 
-Tokens are kept, never re-made: what was sampled is appended as it is (loss mask 1), what the sandbox said is tokenised
-once and appended (loss mask 0). Re-tokenising decoded text would train the model on tokens it never chose.
+Tokens are kept, never re-made: what was sampled is appended as it is (loss mask 1), what the sandbox said is
+tokenised once and appended (loss mask 0). Re-tokenising decoded text would train the model on tokens it never
+chose.
 
-Left out: engines other than the in-process one and chat APIs; tools other than bash.
-"""
+Left out: engines other than the in-process one and chat APIs; tools other than bash. """
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import queue
@@ -31,13 +32,15 @@ import requests
 from tqdm import tqdm
 
 import sandbox
-from sandbox import AgentFault, InfraError, JsonlWriter, Sandbox, TaskError, check_task, load_tasks, read_jsonl
+from sandbox import AgentFault, InfraError, JsonlWriter, Sandbox, TaskError, load_tasks, read_jsonl
 
 MARKER = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 SUBMIT = f"echo {MARKER}"
-SYSTEM = f"""You solve tasks in a Linux terminal. Call the bash tool to run commands: the shell lives on between calls, \
-so directory, variables and background jobs stay. Look before you act, and check your work. \
-When the task is done, run exactly this command to submit it: {SUBMIT}"""
+SYSTEM = (
+    "You solve tasks in a Linux terminal. Call the bash tool to run commands: the shell lives on between "
+    "calls, so directory, variables and background jobs stay. Look before you act, and check your work. "
+    f"When the task is done, run exactly this command to submit it: {SUBMIT}"
+)
 TOOL = {
     "type": "function",
     "function": {
@@ -52,9 +55,9 @@ TOOL = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 1. Text: what the model writes and what it is shown
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Call(NamedTuple):
@@ -83,8 +86,8 @@ def check_call(name, arguments) -> Call:
 def parse_hermes(text: str, start: int) -> tuple[Call, int]:
     """Reads the JSON call whose body begins at `start`; returns it and where the text goes on.
 
-    The JSON decoder finds the end, so a command may contain "</tool_call>". Raw newlines in strings are let through.
-    """
+    The JSON decoder finds the end, so a command may contain "</tool_call>". Raw newlines in strings are let
+    through. """
     body = start + len(text[start:]) - len(text[start:].lstrip())
     try:
         value, end = json.JSONDecoder(strict=False).raw_decode(text, body)
@@ -97,7 +100,8 @@ def parse_hermes(text: str, start: int) -> tuple[Call, int]:
 
 
 XML_VALUE_END = re.compile(
-    r"</parameter>(?=\s*(?:<parameter=|</function>\s*</tool_call>|(?:</function>|</tool_call>)?\s*(?:<tool_call>|\Z)))"
+    r"</parameter>(?=\s*(?:<parameter=|</function>\s*</tool_call>"
+    r"|(?:</function>|</tool_call>)?\s*(?:<tool_call>|\Z)))"
     r"|\s*</function>\s*</tool_call>|\s*(?:</function>|</tool_call>)\s*(?=<tool_call>|\Z)|\Z"
 )
 
@@ -105,9 +109,9 @@ XML_VALUE_END = re.compile(
 def parse_qwen3_xml(text: str, start: int) -> tuple[Call, int]:
     """Reads the XML call whose body begins at `start`; returns it and where the text goes on.
 
-    A value ends at the first </parameter> that another parameter or the call's own closing tags follow, so a command
-    may contain any of the tags by itself. Models now and then forget a closing tag: the value then ends with the call.
-    One newline on each side of a value belongs to the format, all others to the command.
+    A value ends at the first </parameter> that another parameter or the call's own closing tags follow, so a
+    command may contain any of the tags by itself. Models now and then forget a closing tag: the value then
+    ends with the call. One newline on each side of a value belongs to the format, all others to the command.
     """
     function = re.compile(r"\s*<function=([^>\s]*)>").match(text, start)
     if not function:
@@ -128,9 +132,8 @@ PARSERS = {"hermes": parse_hermes, "qwen3_xml": parse_qwen3_xml}
 def parse_calls(text: str, tool_format: str, thinking: bool = False) -> list[Call]:
     """All tool calls in an assistant's text, in order; [] when there are none.
 
-    Only what follows the last closed thinking block counts, and nothing inside an open one: drafts are not run.
-    thinking: the prompt has already opened the block (as Qwen3.5's generation prompt does).
-    """
+    Only what follows the last closed thinking block counts, and nothing inside an open one: drafts are not
+    run. thinking: the prompt has already opened the block (as Qwen3.5's generation prompt does). """
     calls, position = [], 0
     first = re.search(r"</?think>|<tool_call>", text)
     if thinking or (first and first[0] == "</think>"):
@@ -155,14 +158,15 @@ def format_call(command: str, tool_format: str) -> str:
     if tool_format == "hermes":
         call = json.dumps({"name": "bash", "arguments": {"command": command}}, ensure_ascii=False)
         return f"<tool_call>\n{call}\n</tool_call>"
-    return f"<tool_call>\n<function=bash>\n<parameter=command>\n{command}\n</parameter>\n</function>\n</tool_call>"
+    value = f"<parameter=command>\n{command}\n</parameter>"
+    return f"<tool_call>\n<function=bash>\n{value}\n</function>\n</tool_call>"
 
 
 class Chat:
-    """A tokenizer with its chat template: turns messages into token ids, the same for sampling and for training.
+    """A tokenizer with its chat template: turns messages into token ids, the same for sampling and for
+    training.
 
-    path: a model folder (or hub name) whose template has tool support. ValueError otherwise.
-    """
+    path: a model folder (or hub name) whose template has tool support. ValueError otherwise. """
 
     def __init__(self, path: str):
         from transformers import AutoTokenizer  # here, so that chat rollouts and --oracle start without it
@@ -171,10 +175,10 @@ class Chat:
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.template = self.tokenizer.chat_template
         if not self.template:
-            raise ValueError(f"{path}: the tokenizer has no chat template; add chat_template.jinja to the folder")
+            raise ValueError(f"{path}: the tokenizer has no chat template; add a chat_template.jinja")
         probe = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
         if "bash" not in self._render(probe):
-            raise ValueError(f"{path}: the chat template ignores tools; use one that shows the model its tools")
+            raise ValueError(f"{path}: the chat template has no tool support: the model would not see bash")
         self.tool_format = "qwen3_xml" if "<function=" in self.template else "hermes"
         self.thinking = self._render(probe).rstrip().endswith("<think>")
         turn_end = self._suffix_parts(1)[0]
@@ -200,10 +204,11 @@ class Chat:
         return self.encode(self._render(messages))
 
     def _suffix_parts(self, n: int) -> list[str]:
-        """The template's own text around n tool results: from the end of the assistant's turn to the next header.
+        """The template's own text around n tool results: from the end of the assistant's turn to the next
+        header.
 
-        Found by rendering a conversation with place-holders and cutting it at them, so that any template works.
-        """
+        Found by rendering a conversation with place-holders and cutting it at them, so that any template
+        works. """
         turn, results = "\ue000turn\ue000", [f"\ue000{i}\ue000" for i in range(n)]
         messages = [
             {"role": "system", "content": "s"},
@@ -215,10 +220,9 @@ class Chat:
     def suffix_ids(self, results: list[str], ended: bool) -> list[int]:
         """Token ids that carry tool results to the model: end of its turn, results, header of its next turn.
 
-        results: one text a call of the turn. ended: the model has already sampled the token that ends its turn.
-        A result is untrusted data: it is encoded by itself, with any special token in it taken as plain text, so that
-        no command's output can open a turn.
-        """
+        results: one text a call of the turn. ended: the model has already sampled the token that ends its
+        turn. A result is untrusted data: it is encoded by itself, with any special token in it taken as plain
+        text, so that no command's output can open a turn. """
         parts = self._suffix_parts(len(results))
         ids = self.encode(parts[0])[1 if ended else 0 :]
         for result, part in zip(results, parts[1:]):
@@ -228,8 +232,8 @@ class Chat:
     def assistant_text(self, message: dict) -> str:
         """An assistant message as the model would have written it: thinking, text, calls.
 
-        Messages of a token engine hold that text already; those of a chat API and of --oracle have `tool_calls`.
-        """
+        Messages of a token engine hold that text already; those of a chat API and of --oracle have
+        `tool_calls`. """
         text = message.get("content") or ""
         if message.get("reasoning_content"):
             opened = "" if self.thinking else "<think>\n"
@@ -239,7 +243,8 @@ class Chat:
         for call in message.get("tool_calls") or []:
             command = check_call(call["function"]["name"], call["function"]["arguments"]).command
             if command is not None:
-                text += ("\n" if text and not text.endswith("\n") else "") + format_call(command, self.tool_format)
+                text += "\n" if text and not text.endswith("\n") else ""
+                text += format_call(command, self.tool_format)
         return text
 
     def assemble(self, messages: list[dict]) -> tuple[list[int], list[int]]:
@@ -261,9 +266,9 @@ class Chat:
         return ids, mask
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 2. Engines: who writes the next turn
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Sampling(NamedTuple):
@@ -306,9 +311,8 @@ def load_model(path: str, dtype=None, device: str = "cpu"):
 def head_logits(hidden, weight):
     """Logits of the LM head in fp32: (..., d) x (V, d) -> (..., V).
 
-    Rounding logits to bf16 is what makes trainer and sampler disagree most (RECIPE section 3: fp32 head on both
-    sides). The operands keep their own precision, the products are summed and returned in fp32.
-    """
+    Rounding logits to bf16 is what makes trainer and sampler disagree most (RECIPE section 3: fp32 head on
+    both sides). The operands keep their own precision, the products are summed and returned in fp32. """
     import torch
 
     if hidden.dtype == torch.float32 and weight.dtype == torch.float32:
@@ -328,7 +332,7 @@ class ChatEngine:
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def complete(self, messages: list[dict], limit: int, seed: int, sampling: Sampling) -> tuple[dict, bool]:
-        """The next assistant message, and whether the token limit cut it. InfraError when the endpoint will not."""
+        """The next assistant message, and whether the token limit cut it; or InfraError."""
         body = {
             "model": self.model,
             # an answer to a turn without a call has no call to belong to: the API wants it from the user
@@ -339,11 +343,11 @@ class ChatEngine:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "seed": seed % 2**31,
-        }  # fmt: skip
+        }
+        asked_s = 0
         for attempt in range(6):
             if attempt:
-                time.sleep(min(60, max(2**attempt, wait)))
-            wait = 0
+                time.sleep(min(60, max(2**attempt, asked_s)))
             try:
                 reply = requests.post(self.url, json=body, headers=self.headers, timeout=600)
             except requests.RequestException as e:
@@ -354,17 +358,18 @@ class ChatEngine:
                 message = {k: v for k, v in choice["message"].items() if v}
                 if "reasoning" in message:  # newer servers' name for the same thing
                     message["reasoning_content"] = message.pop("reasoning")
-                return {"content": "", **message, "role": "assistant"}, choice.get("finish_reason") == "length"
+                cut = choice.get("finish_reason") == "length"
+                return {"content": "", **message, "role": "assistant"}, cut
             reason = f"{self.url} answered {reply.status_code}: {reply.text[:300]}"
             if reply.status_code not in (408, 409, 429) and reply.status_code < 500:
                 break
             header = reply.headers.get("Retry-After", "")
-            wait = int(header) if header.isdigit() else 0
+            asked_s = int(header) if header.isdigit() else 0
         raise InfraError(reason)
 
 
 class OracleEngine:
-    """Plays a task's own demonstration, one command a turn, then submits. Without demos it plays the solution."""
+    """Plays a task's own demonstration, one command a turn, then submits; without demos, its solution."""
 
     def __init__(self, task: dict, sample: int):
         if task.get("demos"):
@@ -378,7 +383,8 @@ class OracleEngine:
     def complete(self, messages, limit, seed, sampling) -> tuple[dict, bool]:
         done = sum(m["role"] == "assistant" for m in messages)
         arguments = json.dumps({"command": self.commands[done]}, ensure_ascii=False)
-        call = {"id": f"call_{done}", "type": "function", "function": {"name": "bash", "arguments": arguments}}
+        function = {"name": "bash", "arguments": arguments}
+        call = {"id": f"call_{done}", "type": "function", "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}, False
 
 
@@ -389,7 +395,8 @@ def solution_command(task: dict) -> str:
     lines = ["mkdir -p /tmp/solution && cd /tmp/solution"]
     for name, file in task["solution"].items():
         data = base64.b64decode(file["b64"]) if "b64" in file else file["text"].encode()
-        lines.append(f"mkdir -p $(dirname '{name}') && echo {base64.b64encode(data).decode()} | base64 -d > '{name}'")
+        data = base64.b64encode(data).decode()
+        lines.append(f"mkdir -p $(dirname '{name}') && echo {data} | base64 -d > '{name}'")
     return "( " + " && ".join(lines) + " ); bash /tmp/solution/solve.sh; rm -rf /tmp/solution"
 
 
@@ -415,9 +422,9 @@ def end_ids(model, chat: Chat) -> list[int]:
     return sorted({i for i in [*ids, chat.tokenizer.eos_token_id, chat.end_id] if i is not None})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 3. One episode
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 
 def observation(result: sandbox.Result) -> str:
@@ -445,11 +452,10 @@ def run_episode(
 ) -> dict:
     """Plays one episode and returns its Rollout record (DESIGN "Records").
 
-    engine: a TorchEngine with `chat` (token ids in and out), or one with `complete` (messages in and out); with the
-    latter, a `chat` adds token ids to the record afterwards.
+    engine: a TorchEngine with `chat` (token ids in and out), or one with `complete` (messages in and out);
+    with the latter, a `chat` adds token ids to the record afterwards.
     grade: "always", or "submitted", where an episode that ends otherwise has reward 0 (RECIPE section 3).
-    What is ours to fix ends as infra_error with reward None, what the agent did to itself with reward 0.
-    """
+    What is ours to fix ends as infra_error with reward None, what the agent did to itself with reward 0. """
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task["instruction"]}]
     ids, mask, logprobs, versions, past = [], [], [], [], None
     times = {"model_s": 0.0, "command_s": 0.0, "grade_s": 0.0}
@@ -471,7 +477,7 @@ def run_episode(
             mask, logprobs = [0] * len(ids), [None] * len(ids)
             if len(ids) > sampling.max_prompt_tokens:
                 raise TaskError(f"task {task['id']}: its prompt has {len(ids)} tokens, more than "
-                                f"--max-prompt-tokens {sampling.max_prompt_tokens}")  # fmt: skip
+                                f"--max-prompt-tokens {sampling.max_prompt_tokens}")
         prompt_length = len(ids)
         box.start()
         deadline = time.monotonic() + limits["agent_s"]
@@ -487,7 +493,8 @@ def run_episode(
                 break
 
             # The model's turn.
-            limit, turn_seed = min(sampling.max_turn_tokens, room), derive_seed(seed, task["id"], sample, turns)
+            limit = min(sampling.max_turn_tokens, room)
+            turn_seed = derive_seed(seed, task["id"], sample, turns)
             turns += 1
             if by_tokens:
                 turn = timed("model_s", engine.generate, ids, limit, turn_seed, sampling, past)
@@ -499,7 +506,7 @@ def run_episode(
             else:
                 message, cut = timed("model_s", engine.complete, messages, limit, turn_seed, sampling)
                 calls = [check_call(c["function"].get("name"), c["function"].get("arguments"))
-                         for c in message.get("tool_calls", [])]  # fmt: skip
+                         for c in message.get("tool_calls", [])]
             messages.append(message)
             if cut:
                 end = "length" if limit == sampling.max_turn_tokens else "context"
@@ -522,9 +529,10 @@ def run_episode(
             errors_in_a_row = 0 if any(c.command is not None for c in calls) else errors_in_a_row + 1
             if errors_in_a_row == 3:
                 end = "format_error"
-            call_ids = [{"tool_call_id": c["id"]} if "id" in c else {} for c in message.get("tool_calls", [])]
-            for i, text in enumerate(results):
-                messages.append({"role": "tool", "content": text, **(call_ids[i] if i < len(call_ids) else {})})
+            call_ids = [c.get("id") for c in message.get("tool_calls", [])]
+            for text, call_id in itertools.zip_longest(results, call_ids[: len(results)]):
+                tool_call_id = {"tool_call_id": call_id} if call_id else {}
+                messages.append({"role": "tool", "content": text, **tool_call_id})
             if by_tokens and not end:
                 suffix = chat.suffix_ids(results, ended=ids[-1] == chat.end_id)
                 ids, mask, logprobs = ids + suffix, mask + [0] * len(suffix), logprobs + [None] * len(suffix)
@@ -544,7 +552,7 @@ def run_episode(
         "task_id": task["id"], "group": group, "sample": sample, "seed": seed, "model": model,
         "messages": messages, "reward": reward, "grade_log": grade_log, "end": end, "turns": turns,
         "times": {name: round(seconds, 4) for name, seconds in times.items()}, "error": error,
-    }  # fmt: skip
+    }
     if not by_tokens and chat:
         ids, mask = chat.assemble(messages)
         logprobs = [None] * len(ids)
@@ -553,16 +561,26 @@ def run_episode(
     return record
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # 4. Many episodes
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
+
+
+def load_checked_tasks(path: str) -> list[dict]:
+    """The tasks of a file, looked at before the first episode; TaskError or ValueError if unusable."""
+    tasks = load_tasks(path)
+    if not tasks:
+        raise ValueError(f"{path} has no tasks")
+    for task in tasks:
+        sandbox.check_task(task)
+    return tasks
 
 
 def run_jobs(jobs, function, workers: int):
-    """Yields function(job) for every job as it finishes, from `workers` threads. An exception in one is raised here.
+    """Yields function(job) for every job as it finishes, from `workers` threads. An exception in one is
+    raised here.
 
-    Daemon threads: Ctrl-C ends the program at once, and the sandboxes close themselves at exit.
-    """
+    Daemon threads: Ctrl-C ends the program at once, and the sandboxes close themselves at exit. """
     todo, done = queue.Queue(), queue.Queue()
     count = 0
     for job in jobs:
@@ -622,7 +640,7 @@ def add_sampling_flags(parser, temperature: float = 1.0, top_p: float = 1.0):
     parser.add_argument("--top-p", type=float, default=top_p)
     parser.add_argument("--max-turns", type=int, default=default.max_turns)
     parser.add_argument("--max-turn-tokens", type=int, default=default.max_turn_tokens)
-    parser.add_argument("--max-tokens", type=int, default=default.max_tokens, help="response tokens an episode")
+    parser.add_argument("--max-tokens", type=int, default=default.max_tokens, help="of response, an episode")
     parser.add_argument("--max-prompt-tokens", type=int, default=default.max_prompt_tokens)
 
 
@@ -633,9 +651,7 @@ def sampling_from(args) -> Sampling:
 def rollout(args):
     if not args.model and not args.oracle:
         raise ValueError("say who plays: --model CHECKPOINT, or --oracle")
-    tasks = load_tasks(args.tasks)[: args.limit]
-    for task in tasks:
-        check_task(task)
+    tasks = load_checked_tasks(args.tasks)[: args.limit]
     backend = sandbox.resolve_backend(args.backend)
     if args.oracle:
         engine, chat = None, Chat(args.model) if args.model else None
@@ -675,7 +691,7 @@ def rollout(args):
             bar.set_postfix(reward=f"{np.mean(rewards or [0]):.3f}", refresh=False)
             bar.update()
     print(f"{args.out}: {len(rewards) + failed} rollouts of {len(tasks)} tasks, mean reward "
-          f"{np.mean(rewards or [0]):.3f}, {failed} infra errors")  # fmt: skip
+          f"{np.mean(rewards or [0]):.3f}, {failed} infra errors")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
 """Warm start: rollouts.jsonl and a model in, a checkpoint out.
 
-Plain supervised fine-tuning on what an agent wrote, so that RL starts from a policy that calls the tool and sometimes
-succeeds. Rollouts with token ids are used as they are; those of a chat API or of --oracle have messages only and are put
-together by rollout.py's own prompt and suffix functions, which gives the ids an episode would have had. The loss is on
-the assistant's tokens alone. Unsuccessful rollouts stay in by default, as in the paper: they show how to act, and RL
-sorts out what to do.
+Plain supervised fine-tuning on what an agent wrote, so that RL starts from a policy that calls the tool and
+sometimes succeeds. Rollouts with token ids are used as they are; those of a chat API or of --oracle have
+messages only and are put together by rollout.py's own prompt and suffix functions, which gives the ids an
+episode would have had. The loss is on the assistant's tokens alone. Unsuccessful rollouts stay in by default,
+as in the paper: they show how to act, and RL sorts out what to do.
 
-    python sft.py --model base --rollouts rollouts.jsonl --out runs/sft                       # writes runs/sft/last
-    torchrun --nproc-per-node 8 sft.py --model base --rollouts rollouts.jsonl --out runs/sft  # sharded with FSDP2
+    python sft.py --model base --rollouts rollouts.jsonl --out runs/sft    # writes runs/sft/last
+    torchrun --nproc-per-node 8 sft.py --model base --rollouts ...                       # sharded with FSDP2
 
-Left out: packing of sequences, a validation loss (evaluate with eval.py: only outcomes count).
-"""
+Left out: packing of sequences, a validation loss (evaluate with eval.py: only outcomes count). """
 
 import argparse
 import sys
@@ -27,7 +26,7 @@ from sandbox import JsonlWriter, read_jsonl
 
 
 def load_samples(args, chat: rollout.Chat) -> list[dict]:
-    """Samples {"ids", "mask"} from the rollouts that are to be learnt from; prints what was left out and why."""
+    """Samples {"ids", "mask"} from the rollouts to learn from; prints what was left out and why."""
     samples, dropped = [], {"infra_error": 0, "unparsed": 0, "unsuccessful": 0, "cut": 0}
     for path in args.rollouts:
         for record in read_jsonl(path):
@@ -43,13 +42,17 @@ def load_samples(args, chat: rollout.Chat) -> list[dict]:
                 if ids is None:
                     ids, mask = chat.assemble(messages)
                 elif ids[: mask.index(1)] != chat.prompt_ids(messages[:2]):
-                    raise ValueError(f"{path}: the token ids of {record['task_id']} are not those of this model's "
-                                     "tokenizer and template; train the model that sampled them")  # fmt: skip
+                    raise ValueError(
+                        f"{path}: the token ids of {record['task_id']} do not come from this model's tokenizer "
+                        "and template; train the model that sampled them"
+                    )
                 dropped["cut"] += len(ids) > args.max_length
                 samples.append({"ids": ids[: args.max_length], "mask": mask[: args.max_length]})
-    print(f"{len(samples)} rollouts; left out: {dropped['infra_error']} infra errors, {dropped['unparsed']} with an "
-          f"unparsed tool call, {dropped['unsuccessful']} unsuccessful; {dropped['cut']} cut at {args.max_length} "
-          f"tokens")  # fmt: skip
+    print(
+        f"{len(samples)} rollouts; left out: {dropped['infra_error']} infra errors, {dropped['unparsed']} with "
+        f"an unparsed tool call, {dropped['unsuccessful']} unsuccessful; {dropped['cut']} cut at "
+        f"{args.max_length} tokens"
+    )
     if not samples:
         raise ValueError("no rollout is left to train on")
     return samples
@@ -58,7 +61,7 @@ def load_samples(args, chat: rollout.Chat) -> list[dict]:
 def has_unparsed(messages: list[dict], chat: rollout.Chat) -> bool:
     """Whether any assistant turn has no tool call, or one that does not parse."""
     turns = [rollout.parse_calls(chat.assistant_text(m), chat.tool_format, chat.thinking)
-             for m in messages if m["role"] == "assistant"]  # fmt: skip
+             for m in messages if m["role"] == "assistant"]
     return any(not calls or any(call.command is None for call in calls) for calls in turns)
 
 
@@ -71,7 +74,8 @@ def train(args):
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     policy = shard(model)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(args.beta1, args.beta2), weight_decay=0.0)
+    betas = (args.beta1, args.beta2)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=betas, weight_decay=0.0)
 
     # Rank 0 reads the data, shuffles it anew each epoch and cuts it into batches of whole samples.
     if rank == 0:
@@ -114,13 +118,13 @@ def train(args):
         schedule.step()
         loss_sum = sum_over_ranks(loss_sum)
         if rank == 0:
-            tokens = sum(len(s["ids"]) for s in batch)
-            seconds = time.perf_counter() - started
-            metrics_file.write({"step": step, "loss": loss_sum, "lr": lr, "grad_norm": grad_norm, "tokens": tokens,
-                                "train_s": seconds, "train_tokens_per_s": tokens / seconds})  # fmt: skip
+            tokens, seconds = sum(len(s["ids"]) for s in batch), time.perf_counter() - started
+            metrics = {"step": step, "loss": loss_sum, "lr": lr, "grad_norm": grad_norm, "tokens": tokens}
+            metrics |= {"train_s": seconds, "train_tokens_per_s": tokens / seconds}
+            metrics_file.write(metrics)
             if (step + 1) % args.log_every == 0 or step + 1 == steps:
-                print(f"step {step + 1}/{steps}  loss {loss_sum:.4f}  lr {lr:.2e}  grad norm {grad_norm:.2f}  "
-                      f"{tokens / seconds:.0f} tokens/s", flush=True)  # fmt: skip
+                line = f"step {step + 1}/{steps}  loss {loss_sum:.4f}  lr {lr:.2e}  grad norm {grad_norm:.2f}"
+                print(f"{line}  {tokens / seconds:.0f} tokens/s", flush=True)
     save_checkpoint(policy, chat.tokenizer, out / "last")
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,8 +1,8 @@
 """The in-process engine: samples with the model itself, in torch, for many episodes at once.
 
-It needs no server, so the demo and the tests run anywhere, and it shares its arithmetic with the trainer: with equal
-weights the log-probs agree to rounding. For models that matter, vLLM is much faster. rollout.py says what an engine is.
-"""
+It needs no server, so the demo and the tests run anywhere, and it shares its arithmetic with the trainer:
+with equal weights the log-probs agree to rounding. For models that matter, vLLM is much faster. rollout.py
+says what an engine is. """
 
 import queue
 import threading
@@ -28,13 +28,13 @@ class Row:
 
 
 class TorchEngine:
-    """Samples in process: requests from many threads are stepped together, with a KV cache, one wave at a time.
+    """Samples in process: requests from many threads are stepped together, with a KV cache, one wave at a
+    time.
 
-    A wave is all requests that wait when the last one ends. A row that is done leaves it at once, so that its command
-    runs in a sandbox while the others are stepped further.
+    A wave is all requests that wait when the last one ends. A row that is done leaves it at once, so that its
+    command runs in a sandbox while the others are stepped further.
 
-    model: this engine's own copy of the weights (see `load`). eos_ids: tokens that end a turn.
-    """
+    model: this engine's own copy of the weights (see `load`). eos_ids: tokens that end a turn. """
 
     def __init__(self, model, eos_ids, max_batch: int = 256):
         self.model, self.max_batch = model, max_batch
@@ -47,7 +47,7 @@ class TorchEngine:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def load(self, state_dict, version: int):
-        """Takes new weights between two forward passes. version: what tokens sampled from now on are marked with."""
+        """Takes new weights between two forward passes. version: the mark of tokens sampled from now on."""
         with self.weights:
             self.model.load_state_dict(state_dict)
             self.version = version
@@ -92,10 +92,10 @@ class TorchEngine:
             self.sampled_tokens += sum(len(row.new) for row in wave)
 
     def _forward(self, ids, mask, positions, cache):
-        """Logits (B, V) after the last column, the extended cache, and the version of the weights that made them."""
+        """Logits (B, V) after the last column, the extended cache, and the version of the weights."""
         with self.weights:
             out = self.model.base_model(
-                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+                ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
             )
             logits = head_logits(out.last_hidden_state[:, -1], self.model.get_output_embeddings().weight)
             return logits, out.past_key_values, self.version
@@ -104,8 +104,8 @@ class TorchEngine:
         device = self.model.device
         tensor = lambda values: torch.tensor(values, device=device)  # noqa: E731
         with torch.inference_mode():
-            # Prefill: what an earlier turn has computed is taken over, unless the weights are new since then, and
-            # episodes that begin with the same prompt share one row.
+            # Prefill: what an earlier turn has computed is taken over, unless the weights are new since then,
+            # and episodes that begin with the same prompt share one row.
             for row in rows:
                 if row.past and row.past[0] != self.version:
                     row.past = None
@@ -123,8 +123,8 @@ class TorchEngine:
             cache.reorder_cache(index)
             logits, mask, positions = logits[index], mask[index], positions[index]
 
-            # Decode: one token for every row that is not done. Rows that are done ride along until it pays to move the
-            # others together.
+            # Decode: one token for every row that is not done. Rows that are done ride along until it pays to
+            # move the others together.
             live = list(range(len(rows)))
             while True:
                 tokens, logprobs = sample(logits[live], [rows[i] for i in live])
@@ -152,9 +152,8 @@ class TorchEngine:
 def sample(logits, rows: list[Row]) -> tuple[list[int], list[float]]:
     """One token a row by inverting the distribution function at the row's own uniform number.
 
-    logits: (B, V) fp32. Returns token ids and their log-probs, both under the row's temperature and before top-p
-    (which the trainer does not model: RL samples with top_p 1).
-    """
+    logits: (B, V) fp32. Returns token ids and their log-probs, both under the row's temperature and before
+    top-p (which the trainer does not model: RL samples with top_p 1). """
     temperature = torch.tensor([[r.sampling.temperature or 1.0] for r in rows], device=logits.device)
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
     probs = logprobs.exp().double()  # double: at 150,000 tokens an fp32 cumulative sum loses the tail
@@ -182,7 +181,8 @@ class RoomyLayer(DynamicLayer):
         old = self.get_seq_length()
         new = old + keys.shape[2]
         if self.room is None or self.room[0].shape[2] < new:
-            self.room = [states.new_empty(*states.shape[:2], new + 32, states.shape[3]) for states in (keys, values)]
+            b, heads, _, d = keys.shape
+            self.room = [keys.new_empty(b, heads, new + 32, d), values.new_empty(b, heads, new + 32, d)]
             if old:
                 self.room[0][:, :, :old], self.room[1][:, :, :old] = self.keys, self.values
         self.room[0][:, :, old:new], self.room[1][:, :, old:new] = keys, values
@@ -195,18 +195,20 @@ class RoomyLayer(DynamicLayer):
 
 
 def cut_past(cache, i: int, mask, version: int) -> tuple | None:
-    """Row i of a cache without its padding: (version, tokens, [(keys, values) a layer], each (heads, tokens, d)).
+    """Row i of a cache without its padding: (version, tokens, [(keys, values) a layer], each (heads, tokens,
+    d)).
 
     None for models with layers that keep a running state (linear attention): there is nothing to cut there.
     """
     if any(type(layer) is not RoomyLayer for layer in cache.layers):
         return None
     columns = mask.nonzero()[:, 0]
-    return version, len(columns), [(layer.keys[i][:, columns], layer.values[i][:, columns]) for layer in cache.layers]
+    layers = [(layer.keys[i][:, columns], layer.values[i][:, columns]) for layer in cache.layers]
+    return version, len(columns), layers
 
 
 def join_pasts(pasts: list[tuple | None], model):
-    """A wave's cache from its rows' pasts (None: nothing yet), left-padded, and its mask as lists of 0 and 1."""
+    """A wave's cache from its rows' pasts (None: nothing yet), left-padded; and its mask, 0 and 1."""
     cache = DynamicCache(config=model.config)
     cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     lengths = [past[1] if past else 0 for past in pasts]
@@ -214,7 +216,8 @@ def join_pasts(pasts: list[tuple | None], model):
     if width:
         some = next(past for past in pasts if past)[2]
         for i, layer in enumerate(cache.layers):
-            states = [some[i][0].new_zeros(len(pasts), some[i][0].shape[0], width, some[i][0].shape[2]) for _ in "kv"]
+            heads, _, d = some[i][0].shape
+            states = [some[i][0].new_zeros(len(pasts), heads, width, d) for _ in ("keys", "values")]
             for row, past in enumerate(pasts):
                 if past:
                     states[0][row, :, width - past[1] :], states[1][row, :, width - past[1] :] = past[2][i]

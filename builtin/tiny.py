@@ -1,21 +1,24 @@
-"""The demo's model: a 0.9 M parameter Qwen3 and its tokenizer, made from the demonstrations, as a checkpoint folder.
+"""The demo's model: a 0.9 M parameter Qwen3 and its tokenizer, made from the demonstrations, as a checkpoint
+folder.
 
     python builtin/tiny.py --rollouts demos.jsonl --out tiny
 
-An ordinary folder comes out, which transformers and vLLM load; nothing else in the project knows that it is special.
-Three choices let so small a model learn from scratch in minutes on two CPU cores:
+An ordinary folder comes out, which transformers and vLLM load; nothing else in the project knows that it is
+special. Three choices let so small a model learn from scratch in minutes on two CPU cores:
 
-- One word, one token. An agent copies: the file name in the instruction goes into the command. A word never carries its
+- One word, one token. An agent copies: the file name in the instruction goes into the command. A word never
+carries its
   leading space, so it has the same id in a sentence, in a path and in an output. Digits are single.
-- What never varies is one token: the system block, the frame of a tool call, the submission. The model has no English
+- What never varies is one token: the system block, the frame of a tool call, the submission. The model has no
+English
   to learn from them, and an episode is some 80 tokens long instead of 500.
-- Mimetic initialisation: in every layer W_k = W_q and W_o = transpose of W_v. Attention then looks at equal tokens and
-  passes on what it finds, which is most of copying; from the usual random start, copying takes far longer to appear.
+- Mimetic initialisation: in every layer W_k = W_q and W_o = transpose of W_v. Attention then looks at equal
+tokens and
+  passes on what it finds, which is most of copying; from the usual random start that takes far longer to appear.
 """
 
 import argparse
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -43,7 +46,8 @@ TEMPLATE = """\
         {{- '<|im_start|>' + message.role + '\\n' + message.content }}
         {%- for call in message.tool_calls or [] %}
             {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-            {{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}
+            {%- set arguments = call.function.arguments %}
+            {{- arguments if arguments is string else arguments | tojson }}
             {{- '}\\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
@@ -55,7 +59,7 @@ CONTROL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 
 
 def make_tokenizer(rollouts: list[dict], vocab_size: int):
-    """A byte-level BPE tokenizer of the rollouts' words: any text goes through it, the rollouts' words in one token."""
+    """A byte-level BPE tokenizer: any text goes through it, the rollouts' words as one token each."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -63,19 +67,19 @@ def make_tokenizer(rollouts: list[dict], vocab_size: int):
     bpe.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(r"[A-Za-z_]+|[0-9]|\s|[^A-Za-z_0-9\s]+"), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])  # fmt: skip
+    ])
     bpe.decoder = decoders.ByteLevel()
     texts = [text for r in rollouts for text in variable_texts(r["messages"])]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=CONTROL, show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     bpe.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=TEMPLATE,
         clean_up_tokenization_spaces=False,
-    )  # fmt: skip
-    tokenizer.add_tokens([AddedToken(unit, normalized=False) for unit in constant_units(tokenizer, rollouts[0])])
+    )
+    tokenizer.add_tokens([AddedToken(unit, normalized=False) for unit in constant_units(tokenizer)])
     return tokenizer
 
 
@@ -88,19 +92,19 @@ def variable_texts(messages: list[dict]):
             yield message["content"]
 
 
-def constant_units(tokenizer, record: dict) -> list[str]:
-    """The stretches of text that are the same in every episode, found by rendering one."""
+def constant_units(tokenizer) -> list[str]:
+    """The stretches of text that are the same in every episode."""
     prompt = tokenizer.apply_chat_template(
         [{"role": "system", "content": rollout.SYSTEM}, {"role": "user", "content": "\0"}],
         tools=[rollout.TOOL], add_generation_prompt=True, tokenize=False,
-    )  # fmt: skip
+    )
     before, after = prompt.split("\0")
     call_before, call_after = rollout.format_call("\0", "hermes").replace("\\u0000", "\0").split("\0")
     return [
         before, after, call_before, call_after, rollout.SUBMIT,
         "\n<|im_start|>user\n<tool_response>\n", "\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
         "\n[exit code 0]", "\n[exit code 1]", "(no output)",
-    ]  # fmt: skip
+    ]
 
 
 def make_model(tokenizer, seed: int):
@@ -129,7 +133,8 @@ def make_model(tokenizer, seed: int):
         for layer in model.model.layers:
             layer.self_attn.k_proj.weight.copy_(layer.self_attn.q_proj.weight)
             layer.self_attn.o_proj.weight.copy_(layer.self_attn.v_proj.weight.T)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model.generation_config = GenerationConfig(**ends)
     return model
 
 
