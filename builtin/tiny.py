@@ -1,5 +1,4 @@
-"""The demo's model: a 0.9 M parameter Qwen3 and its tokenizer, made from the demonstrations, as a checkpoint
-folder.
+"""The demo's model: a Qwen3 of 0.9 M parameters and its tokenizer, made from demonstrations, as a checkpoint.
 
     python builtin/tiny.py --rollouts demos.jsonl --out tiny
 
@@ -7,14 +6,12 @@ An ordinary folder comes out, which transformers and vLLM load; nothing else in 
 special. Three choices let so small a model learn from scratch in minutes on two CPU cores:
 
 - One word, one token. An agent copies: the file name in the instruction goes into the command. A word never
-carries its
-  leading space, so it has the same id in a sentence, in a path and in an output. Digits are single.
+  carries its leading space, so it has the same id in a sentence, in a path and in an output. Digits are single.
 - What never varies is one token: the system block, the frame of a tool call, the submission. The model has no
-English
-  to learn from them, and an episode is some 80 tokens long instead of 500.
+  English to learn from them, and an episode is some 60 tokens long instead of 500.
 - Mimetic initialisation: in every layer W_k = W_q and W_o = transpose of W_v. Attention then looks at equal
-tokens and
-  passes on what it finds, which is most of copying; from the usual random start that takes far longer to appear.
+  tokens and passes on what it finds, which is most of copying; from the usual random start that takes far longer
+  to appear.
 """
 
 import argparse
