@@ -293,7 +293,7 @@ class Rollouts:
         self.changed = threading.Condition()  # guards everything below
         self.started = 0  # groups ever started
         self.playing = {}  # group number -> its finished episodes so far
-        self.ready = []  # useful groups, oldest first
+        self.ready = []  # useful groups, in the order they were finished
         self.in_training = 0  # groups handed out by next_batch and not yet reported as trained
         self.failure = None
         self._reset_counts()
@@ -388,7 +388,8 @@ class Rollouts:
                     f"none of {self._dropped()} groups has a spread in reward, so there is nothing to learn: "
                     f"in {counts['groups_zero']} every episode failed, in {counts['groups_one']} every one "
                     "succeeded. Use tasks that the model solves sometimes, a better warm start, or a larger "
-                    "--group-size"
+                    "--group-size" + (f". Besides, {counts['infra_errors']} episodes had no outcome, the last: "
+                                      f"{self.last_error}" if self.last_error else "")
                 )
             if len(groups) < prompts:
                 print(f"warning: {self._dropped()} groups dropped, {len(groups)} of {prompts} are useful")
@@ -479,7 +480,8 @@ def train(args):
         weights = full_weights(policy)
         if rank == 0:
             engine.load(weights, version=step + 1)
-            rollouts.trained()
+            if step + 1 < args.steps:
+                rollouts.trained()
         clock.append(time.perf_counter())
 
         # Log: one line of numbers a step, and every trained episode with both sides' log-probs.

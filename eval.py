@@ -36,13 +36,12 @@ TOKEN_FIELDS = ("token_ids", "loss_mask", "logprobs", "policy_versions")
 
 def run(args):
     tasks = rollout.load_checked_tasks(args.tasks)[: args.limit]
-    backend = resolve_backend(args.backend)
-    engine, chat = rollout.make_engine(args.engine, args.model)
     sampling = rollout.sampling_from(args)
-
     finished = read_jsonl(args.out) if os.path.exists(args.out) else []
     if others := {r["model"] for r in finished} - {args.model}:
         raise ValueError(f"{args.out} holds attempts of {', '.join(sorted(others))}; choose another --out")
+    backend = resolve_backend(args.backend)
+    engine, chat = rollout.make_engine(args.engine, args.model)
     done = {(r["task_id"], r["attempt"]) for r in finished}
     jobs = [(g, t, k) for g, t in enumerate(tasks) for k in range(args.attempts) if (t["id"], k) not in done]
     rewards = [r["reward"] for r in finished]
@@ -181,6 +180,8 @@ def plot(args):
         metrics = read_jsonl(Path(folder) / "metrics.jsonl")
         if not metrics:
             raise ValueError(f"{folder}/metrics.jsonl is empty")
+        if "reward" not in metrics[0]:
+            raise ValueError(f"{folder}/metrics.jsonl is not dppo.py's")
         steps = [m["step"] + 1 for m in metrics]
         color, label = f"C{number}", Path(folder).name + ": " if len(args.runs) > 1 else ""
         reward = [m["reward"] for m in metrics]
@@ -192,7 +193,7 @@ def plot(args):
             if (Path(folder) / file).exists():
                 s = statistics(read_jsonl(Path(folder) / file))
                 label_once = "pass@1, test tasks" if number == 0 and step == 0 else None
-                left.errorbar([step], [s["pass_at_k"]["1"]], [s["se_tasks"]], fmt=marker, color="black",
+                left.errorbar([step], [s["pass_at_k"]["1"]], [s["se_tasks"] or 0], fmt=marker, color="black",
                               capsize=3, label=label_once)
         right.plot(steps, [m["logprob_diff_mean"] for m in metrics], color=color,
                    label=f"{label}mean |log-prob difference|")

@@ -22,6 +22,7 @@ import json
 import os
 import queue
 import re
+import shlex
 import sys
 import threading
 import time
@@ -74,7 +75,7 @@ def check_call(name, arguments) -> Call:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments, strict=False)
-        except json.JSONDecodeError as e:
+        except (ValueError, RecursionError) as e:
             return Call(None, f"the arguments are not valid JSON ({e})")
     if not isinstance(arguments, dict):
         return Call(None, "the arguments must be an object with the key command")
@@ -88,22 +89,20 @@ def parse_hermes(text: str, start: int) -> tuple[Call, int]:
 
     The JSON decoder finds the end, so a command may contain "</tool_call>". Raw newlines in strings are let
     through. """
-    body = start + len(text[start:]) - len(text[start:].lstrip())
+    body = re.compile(r"\s*").match(text, start).end()
     try:
         value, end = json.JSONDecoder(strict=False).raw_decode(text, body)
-    except (json.JSONDecodeError, RecursionError) as e:
-        closer = text.find("</tool_call>", start)
-        return Call(None, f"the call is not valid JSON ({e})"), len(text) if closer < 0 else closer
+    except (ValueError, RecursionError) as e:
+        after = re.compile("</?tool_call>|$").search(text, start).start()
+        return Call(None, f"the call is not valid JSON ({e})"), after
     if not isinstance(value, dict):
         return Call(None, "the call must be a JSON object with name and arguments"), end
     return check_call(value.get("name"), value.get("arguments")), end
 
 
-XML_VALUE_END = re.compile(
-    r"</parameter>(?=\s*(?:<parameter=|</function>\s*</tool_call>"
-    r"|(?:</function>|</tool_call>)?\s*(?:<tool_call>|\Z)))"
-    r"|\s*</function>\s*</tool_call>|\s*(?:</function>|</tool_call>)\s*(?=<tool_call>|\Z)|\Z"
-)
+XML_NEXT_CALL = re.compile(r"<tool_call>\s*<function=")
+XML_CLOSED = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>\s*</tool_call>))")
+XML_ANY_CLOSER = re.compile(r"</(?:parameter|function|tool_call)>")
 
 
 def parse_qwen3_xml(text: str, start: int) -> tuple[Call, int]:
@@ -120,9 +119,12 @@ def parse_qwen3_xml(text: str, start: int) -> tuple[Call, int]:
     arguments, position = {}, function.end()
     parameter = re.compile(r"\s*<parameter=([^>\s]*)>")
     while found := parameter.match(text, position):
-        closer = XML_VALUE_END.search(text, found.end())
-        arguments[found[1]] = text[found.end() : closer.start()].removeprefix("\n").removesuffix("\n")
-        position = closer.end()
+        next_call = XML_NEXT_CALL.search(text, found.end())
+        bound = next_call.start() if next_call else len(text)
+        span = found.end(), bound
+        closer = XML_CLOSED.search(text, *span) or XML_ANY_CLOSER.search(text, *span)
+        end, position = closer.span() if closer else (bound, bound)
+        arguments[found[1]] = text[found.end() : end].removeprefix("\n").removesuffix("\n")
     return check_call(function[1], arguments), position
 
 
@@ -171,7 +173,7 @@ class Chat:
     def __init__(self, path: str):
         from transformers import AutoTokenizer  # here, so that chat rollouts and --oracle start without it
 
-        self.lock = threading.Lock()
+        self.path, self.lock = path, threading.Lock()
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.template = self.tokenizer.chat_template
         if not self.template:
@@ -181,13 +183,18 @@ class Chat:
             raise ValueError(f"{path}: the chat template has no tool support: the model would not see bash")
         self.tool_format = "qwen3_xml" if "<function=" in self.template else "hermes"
         self.thinking = self._render(probe).rstrip().endswith("<think>")
-        turn_end = self._suffix_parts(1)[0]
-        self.end_id = self.encode(turn_end)[0]  # the token that closes every message, <|im_end|> for Qwen
+        parts = self._suffix_parts(2)
+        if len(parts) != 3 or not parts[0]:
+            raise ValueError(f"{path}: the chat template does not show the model what its tools return")
+        self.end_id = self.encode(parts[0])[0]  # the token that closes every message, <|im_end|> for Qwen
 
     def _render(self, messages) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages, tools=[TOOL], add_generation_prompt=True, tokenize=False
-        )
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tools=[TOOL], add_generation_prompt=True, tokenize=False
+            )
+        except Exception as e:  # jinja's, or the template's own
+            raise ValueError(f"{self.path}: the chat template fails: {e}") from e
 
     def encode(self, text: str, plain: bool = False) -> list[int]:
         """Token ids of a text. plain: special tokens in it are taken as ordinary text."""
@@ -247,8 +254,10 @@ class Chat:
                 text += format_call(command, self.tool_format)
         return text
 
-    def assemble(self, messages: list[dict]) -> tuple[list[int], list[int]]:
+    def assemble(self, messages: list[dict], cut: bool = False) -> tuple[list[int], list[int]]:
         """Token ids and loss mask (same length) of a conversation that has only messages.
+
+        cut: a token limit stopped the last turn, so it has no end.
 
         The same prompt and suffix functions as in an episode, so both give the same ids.
         """
@@ -263,6 +272,8 @@ class Chat:
                 ids, mask = ids + suffix, mask + [0] * len(suffix)
             turn = self.encode(self.assistant_text(message)) + [self.end_id]
             ids, mask = ids + turn, mask + [1] * len(turn)
+        if cut and messages[-1]["role"] == "assistant":
+            ids, mask = ids[:-1], mask[:-1]
         return ids, mask
 
 
@@ -276,7 +287,7 @@ class Sampling(NamedTuple):
 
     temperature: float = 1.0
     top_p: float = 1.0
-    max_turns: int = 64  # tool calls an episode
+    max_turns: int = 64  # an episode (in the recipe: tool calls, one a turn)
     max_turn_tokens: int = 16_384  # sampled tokens a turn
     max_tokens: int = 65_536  # response tokens an episode, sampled and observed together
     max_prompt_tokens: int = 2_048
@@ -315,7 +326,7 @@ def head_logits(hidden, weight):
     both sides). The operands keep their own precision, the products are summed and returned in fp32. """
     import torch
 
-    if hidden.dtype == torch.float32 and weight.dtype == torch.float32:
+    if hidden.dtype == weight.dtype and hidden.dtype in (torch.float32, torch.float64):
         return hidden @ weight.T
     if hidden.is_cuda and not torch.is_grad_enabled():
         flat = hidden.reshape(-1, hidden.shape[-1])
@@ -328,8 +339,8 @@ class ChatEngine:
 
     def __init__(self, url: str, model: str):
         self.url, self.model = url.rstrip("/") + "/chat/completions", model
-        key = os.environ.get("OPENAI_API_KEY")
-        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.key = os.environ.get("OPENAI_API_KEY")
+        self.headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
     def complete(self, messages: list[dict], limit: int, seed: int, sampling: Sampling) -> tuple[dict, bool]:
         """The next assistant message, and whether the token limit cut it; or InfraError."""
@@ -354,18 +365,21 @@ class ChatEngine:
                 reason = f"{self.url}: {type(e).__name__}"
                 continue
             if reply.status_code == 200:
-                choice = reply.json()["choices"][0]
-                message = {k: v for k, v in choice["message"].items() if v}
-                if "reasoning" in message:  # newer servers' name for the same thing
-                    message["reasoning_content"] = message.pop("reasoning")
-                cut = choice.get("finish_reason") == "length"
-                return {"content": "", **message, "role": "assistant"}, cut
+                try:
+                    choice = reply.json()["choices"][0]
+                    message = {k: v for k, v in choice["message"].items() if v}
+                    if "reasoning" in message:  # newer servers' name for the same thing
+                        message["reasoning_content"] = message.pop("reasoning")
+                    cut = choice.get("finish_reason") == "length"
+                    return {"content": "", **message, "role": "assistant"}, cut
+                except (ValueError, LookupError, TypeError, AttributeError):
+                    pass  # not a chat completion: said and tried again, like any other failure
             reason = f"{self.url} answered {reply.status_code}: {reply.text[:300]}"
-            if reply.status_code not in (408, 409, 429) and reply.status_code < 500:
+            if reply.status_code not in (200, 408, 409, 429) and reply.status_code < 500:
                 break
             header = reply.headers.get("Retry-After", "")
             asked_s = int(header) if header.isdigit() else 0
-        raise InfraError(reason)
+        raise InfraError(reason.replace(self.key, "***") if self.key else reason)
 
 
 class OracleEngine:
@@ -382,6 +396,8 @@ class OracleEngine:
 
     def complete(self, messages, limit, seed, sampling) -> tuple[dict, bool]:
         done = sum(m["role"] == "assistant" for m in messages)
+        if done == len(self.commands):
+            raise TaskError("the demonstration is over, but its submission was not taken")
         arguments = json.dumps({"command": self.commands[done]}, ensure_ascii=False)
         function = {"name": "bash", "arguments": arguments}
         call = {"id": f"call_{done}", "type": "function", "function": function}
@@ -392,11 +408,11 @@ def solution_command(task: dict) -> str:
     """One command that writes the reference solution's files beside the task and runs solve.sh."""
     import base64
 
-    lines = ["mkdir -p /tmp/solution && cd /tmp/solution"]
+    lines = ["mkdir -p /tmp/solution", "cd /tmp/solution"]
     for name, file in task["solution"].items():
-        data = base64.b64decode(file["b64"]) if "b64" in file else file["text"].encode()
-        data = base64.b64encode(data).decode()
-        lines.append(f"mkdir -p $(dirname '{name}') && echo {data} | base64 -d > '{name}'")
+        data = file["b64"] if "b64" in file else base64.b64encode(file["text"].encode()).decode()
+        folder, name = shlex.quote(os.path.dirname(name) or "."), shlex.quote(name)
+        lines.append(f"mkdir -p {folder} && echo {data} | base64 -d > {name}")
     return "( " + " && ".join(lines) + " ); bash /tmp/solution/solve.sh; rm -rf /tmp/solution"
 
 
@@ -554,7 +570,7 @@ def run_episode(
         "times": {name: round(seconds, 4) for name, seconds in times.items()}, "error": error,
     }
     if not by_tokens and chat:
-        ids, mask = chat.assemble(messages)
+        ids, mask = chat.assemble(messages, cut=end in ("length", "context"))
         logprobs = [None] * len(ids)
     if by_tokens or chat:
         record |= {"token_ids": ids, "loss_mask": mask, "logprobs": logprobs, "policy_versions": versions}
@@ -645,7 +661,10 @@ def add_sampling_flags(parser, temperature: float = 1.0, top_p: float = 1.0):
 
 
 def sampling_from(args) -> Sampling:
-    return Sampling(*(getattr(args, name) for name in Sampling._fields))
+    sampling = Sampling(*(getattr(args, name) for name in Sampling._fields))
+    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or min(sampling[2:]) < 1:
+        raise ValueError("--temperature must not be negative, --top-p lies in (0, 1], the limits are at least 1")
+    return sampling
 
 
 def rollout(args):
@@ -660,6 +679,9 @@ def rollout(args):
     sampling = sampling_from(args)
 
     finished = read_jsonl(args.out) if os.path.exists(args.out) else []
+    player = "oracle" if args.oracle else args.model
+    if others := {r["model"] for r in finished} - {player}:
+        raise ValueError(f"{args.out} holds rollouts of {', '.join(sorted(others))}; choose another --out")
     done = {(r["task_id"], r["sample"]) for r in finished}
     jobs = [(g, t, s) for g, t in enumerate(tasks) for s in range(args.n) if (t["id"], s) not in done]
 
@@ -673,7 +695,7 @@ def rollout(args):
             seed=args.seed,
             group=group,
             sample=sample,
-            model="oracle" if args.oracle else args.model,
+            model=player,
             backend=backend,
             grade=args.grade,
         )

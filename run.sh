@@ -34,7 +34,7 @@ setup() {
     sandbox
 }
 
-# Something must run the agent's commands: bubblewrap, which needs no daemon, or Docker.
+# Something must run the agent's commands: bubblewrap, which needs no daemon, or else Docker. Sets BACKEND.
 sandbox() {
     if [ "$(uname)" = Linux ] && ! command -v bwrap >/dev/null; then
         local root="" get=""
@@ -50,10 +50,16 @@ sandbox() {
                 $root $get >/dev/null 2>&1; } || say "that did not work; install bubblewrap by hand: sudo $get"
         fi
     fi
-    # Names the backend, or says what this machine lacks and how to get it.
-    python -c 'import sys, sandbox
-try: print("sandbox backend:", sandbox.resolve_backend("auto"))
-except sandbox.InfraError as e: sys.exit(str(e))'
+    # bubblewrap first: it starts an episode in milliseconds, where Docker builds an image and starts a container.
+    BACKEND=$(python -c 'import sys, sandbox
+try:
+    print(sandbox.resolve_backend("bwrap"))
+except sandbox.InfraError as e:
+    print(f"bubblewrap does not work here, so Docker is used, which takes much longer: {e}", file=sys.stderr)
+    try:
+        print(sandbox.resolve_backend("docker"))
+    except sandbox.InfraError as e:
+        sys.exit(str(e))')
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -83,12 +89,13 @@ demo() {
     fi
     mkdir -p "$out"
     # Episodes of the built-in tasks are short: at most 5 turns of at most 40 tokens, sampled as they are (T = 1).
-    local limits="--max-turns 5 --max-turn-tokens 40 --temperature 1 --top-p 1"
+    local limits="--max-turns 5 --max-turn-tokens 40 --temperature 1 --top-p 1 --backend $BACKEND"
 
     stage "tasks" python gen.py builtin --n "$tasks" --seed "$seed" --split train --out "$out/tasks.jsonl"
     stage "validation tasks" python gen.py builtin --n 90 --seed "$seed" --split val --out "$out/val.jsonl"
     stage "test tasks" python gen.py builtin --n 180 --seed "$seed" --split test --out "$out/test.jsonl"
-    stage "demonstrations" python rollout.py --tasks "$out/tasks.jsonl" --oracle --out "$out/demos.jsonl"
+    stage "demonstrations" python rollout.py --tasks "$out/tasks.jsonl" --oracle --backend "$BACKEND" \
+        --out "$out/demos.jsonl"
     stage "tokenizer and model" python builtin/tiny.py --rollouts "$out/demos.jsonl" --seed "$seed" --out "$out/tiny"
     stage "supervised fine-tuning" env OMP_NUM_THREADS=2 python sft.py \
         --model "$out/tiny" --rollouts "$out/demos.jsonl" --out "$out/sft" --seed "$seed" \

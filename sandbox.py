@@ -6,23 +6,23 @@
         grade = sandbox.grade()                 # Grade(reward, log)
 
 Two backends, one shell. `docker` speaks to any Docker-compatible socket (Docker Engine, Podman); DOCKER_HOST
-may name several, separated by commas: the one with the fewest sandboxes is taken. `bwrap` needs neither daemon
-nor image: the host's /usr read-only and private folders, for tasks on our base image. In both, process 1 is a
-small bash (INIT), its child is the agent's bash (WORKER), and a backend only has to give us three byte streams:
-stdin carries the commands in, stdout their output, stderr our control messages (end, exit code, directory,
-exports). Who is at fault decides what is raised: InfraError is ours (never scored), TaskError the task's,
-AgentFault the agent's (reward 0, trained on).
+may name several, separated by commas: the one with the fewest sandboxes is taken. `bwrap` needs neither
+daemon nor image: the host's /usr read-only and private folders, for tasks on our base image. In both,
+process 1 is a small bash (INIT), its child is the agent's bash (WORKER), and a backend only has to give us
+three byte streams: stdin carries the commands in, stdout their output, stderr our control messages (end,
+exit code, directory, exports). Who is at fault decides what is raised: InfraError is ours (never scored),
+TaskError the task's, AgentFault the agent's (reward 0, trained on).
 
 Left out: a terminal (PTY); under bubblewrap also the network, CPU limits, and any uid but the agent's.
 """
 import atexit, base64, collections, contextlib, fcntl, fnmatch, functools, hashlib, io, itertools, json, math
-import os, platform, posixpath, re, resource, secrets, select, shlex, signal, subprocess, sys, tarfile, threading
-import time, warnings
+import os, platform, posixpath, re, resource, secrets, select, shlex, signal, socket, subprocess, sys, tarfile
+import threading, time, warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 LIMITS = dict(agent_s=3600, verifier_s=600, command_s=120, cpus=1, memory_mb=2048, network=False)
-PROCESSES, DISK_MB = 512, 1024          # the limits that no task sets; under bubblewrap DISK_MB is each folder's
+PROCESSES, DISK_MB = 512, 1024  # the limits that no task sets; under bubblewrap DISK_MB is each folder's
 HEAD = TAIL = 5000                      # characters kept of an output's two ends
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 RESTARTED = "[shell restarted: directory and exported variables are kept, the rest is lost]"
@@ -64,7 +64,7 @@ class VerifierFailed(AgentFault):
         self.log = log
 
 
-# ------------------------------------------------------------------------------------- tasks and other records
+# ------------------------------------------------------------------------------------ tasks and other records
 
 def numbered_records(path):
     """(line number, record) of each line. Split on b"\\n" only: U+2028 and the like stay inside a record."""
@@ -85,12 +85,12 @@ def numbered_records(path):
 
 
 def read_jsonl(path):
-    """A file's records. A torn last line is dropped with a warning; a broken one elsewhere is a ValueError."""
+    """A file's records. A torn last line is dropped with a warning; a broken one elsewhere: ValueError."""
     return [record for _, record in numbered_records(path)]
 
 
 class JsonlWriter:
-    """Appends whole lines, from many threads. What a killed writer left of its last line is repaired first."""
+    """Appends whole lines, from many threads. A last line that a killed writer tore is repaired first."""
 
     def __init__(self, path):
         self.path, self.lock = str(path), threading.Lock()
@@ -240,13 +240,14 @@ def once(key, make):
         return made[key]
 
 
-# ------------------------------------------------------------------------------------------ inside the sandbox
+# ----------------------------------------------------------------------------------------- inside the sandbox
 
-# The agent's shell. A command arrives as one NUL-ended frame and is eval'ed in this very shell: cd, variables and
-# jobs persist. Descriptors 0-2 are set for the eval alone, and what is saved meanwhile bash keeps from children.
-# The nonce that ends the output is read only when the command is over: no command can print it. On the way out
-# (exit, set -e, SIGPWR at a timeout) the EXIT trap tells directory and exports, over process 1's copy of the
-# control stream. All in one line, so that the line numbers in error messages are those of the agent's command.
+# The agent's shell. A command arrives as one NUL-ended frame and is eval'ed in this very shell: cd, variables
+# and jobs persist. Descriptors 0-2 are set for the eval alone, and what is saved meanwhile bash keeps from
+# children. The nonce that ends the output is read only when the command is over: no command can print it. On
+# the way out (exit, set -e, SIGPWR at a timeout) the EXIT trap tells directory and exports, over process 1's
+# copy of the control stream. All in one line, so that the line numbers in error messages are those of the
+# agent's command.
 WORKER = r"""set +p; unset -v REPLY; exec 199>&1; trap 'exit 124' PWR;
 trap '{ builtin printf "\0S%q\n" "${PWD-/}"; builtin declare -px;
   builtin printf "\0"; } 2>/dev/null >/proc/1/fd/3' EXIT;
@@ -265,11 +266,11 @@ while builtin read -r -d '' || [[ $? -gt 128 ]]; do
 done;
 trap - EXIT; builtin kill -TERM 1""".replace("\n", " ")
 
-# Process 1: fills the file system, keeps a shell alive, reaps orphans (bash does while it waits), and at SIGPWR
-# kills what the current command has started. From inside only TERM can end it, and the sandbox with it.
-# sweep kills what is younger than the command (by start time in ticks, then pid), except children of older jobs;
-# all are stopped first, until no new ones appear, so that no fork bomb outruns it. It uses builtins alone: there
-# may be no process left to have.
+# Process 1: fills the file system, keeps a shell alive, reaps orphans (bash does while it waits), and at
+# SIGPWR kills what the current command has started. From inside only TERM can end it, and the sandbox with
+# it. sweep kills what is younger than the command (by start time in ticks, then pid), except children of
+# older jobs; all are stopped first, until no new ones appear, so that no fork bomb outruns it. It uses
+# builtins alone: there may be no process left to have.
 INIT = r"""
 [[ -z $1 ]] || { tar -xiopf - -C / <&"$1" && eval "exec $1<&-"; } || exit 1
 [[ -d $2 ]] || mkdir -p "$2"; cd "$2" || exit 1
@@ -339,7 +340,7 @@ read -r -d '' -t 5                                # so that no stream ends befor
 """
 
 
-# ----------------------------------------------------------------------------------------------------- streams
+# ---------------------------------------------------------------------------------------------------- streams
 
 class Capture:
     """An output, capped while it streams: bytes of its head and tail, and how many characters lay between."""
@@ -384,7 +385,7 @@ def characters(data, continuation=bytes(range(0x80, 0xC0))):
 
 
 def messages(buffer, data):
-    """The NUL-framed messages of a control stream and what is left over, which stays bounded whatever comes."""
+    """The NUL-framed messages of a control stream and the rest, which stays bounded whatever comes."""
     *whole_ones, rest = (buffer + data).split(b"\0")
     return whole_ones, rest[-(1 << 20):]
 
@@ -404,7 +405,7 @@ class Pipes:
         os.set_blocking(self.stdin, False)           # a shell that does not read must not hang us
 
     def pump(self, seconds):
-        """Sends what waits in outbox; returns what comes within `seconds`: [(stream, bytes)], b"" at its end."""
+        """Sends what waits in outbox; returns what comes in time: [(stream, bytes)], b"" at an end."""
         poll, got = select.poll(), []
         for fd in self.streams:
             poll.register(fd, select.POLLIN)
@@ -428,7 +429,7 @@ class Pipes:
 
 
 class Socket:
-    """The same over a Docker attach or exec socket, where each piece has a header: stream and length, 8 bytes."""
+    """The same over a Docker attach or exec socket, where each piece has a header of stream and length."""
 
     def __init__(self, raw):
         self.raw, self.socket = raw, getattr(raw, "_sock", raw)
@@ -442,15 +443,16 @@ class Socket:
             for _, event in poll.poll(max(0, math.ceil(seconds * 1000))):
                 if event & select.POLLOUT:
                     del self.outbox[:self.socket.send(self.outbox[:65536])]
-                if event & ~select.POLLOUT:
+                while event & ~select.POLLOUT:
                     data = self.socket.recv(1 << 20)
                     self.inbox += data
                     if not data:
                         return [(1, b"")]
-        except BlockingIOError:
-            pass
-        except OSError:                              # reset: the daemon is gone
-            return [(1, b"")]
+                    if not getattr(self.socket, "pending", int)():  # TLS reads ahead, poll does not see it
+                        break
+        except OSError as e:
+            if not isinstance(e, BlockingIOError) and "Want" not in type(e).__name__:  # TLS's own name for it
+                return [(1, b"")]                    # reset: the daemon is gone
         while len(self.inbox) >= (end := at + 8 + int.from_bytes(self.inbox[at + 4:at + 8], "big")) >= at + 8:
             if end > at + 8:
                 got.append((self.inbox[at], bytes(self.inbox[at + 8:end])))
@@ -459,12 +461,12 @@ class Socket:
         return got
 
     def close(self):
-        with contextlib.suppress(OSError):
-            self.socket.close()
-        self.raw._response.close()
+        for part in (self.socket, getattr(self.raw, "_response", self.raw)):
+            with contextlib.suppress(OSError):
+                part.close()
 
 
-# ------------------------------------------------------------------------------------------------- the sandbox
+# ------------------------------------------------------------------------------------------------ the sandbox
 
 class Sandbox:
     """One environment. Many may live at once, each used by one thread at a time."""
@@ -516,8 +518,8 @@ class Sandbox:
         return Result(text, self.status, late)
 
     def grade(self):
-        """Runs the task's tests on what the agent has left. VerifierFailed if they give no valid reward although
-        they give one on the untouched task, TaskError if not even there."""
+        """Runs the task's tests on what the agent has left. VerifierFailed if they give no valid reward
+        although they give one on the untouched task, TaskError if not even there."""
         reward, reason, log = self._verify()
         if reason is None:
             return Grade(reward, log)
@@ -558,7 +560,7 @@ class Sandbox:
         raise fault
 
     def _frame(self, command, capture, deadline):
-        """Sends a command and awaits its end. The shell's set -x was switched off at the last one's, for our part."""
+        """Sends a command and awaits its end. set -x was switched off for our part of the shell's work."""
         nonce = secrets.token_hex(16).encode()
         trace = b"set -x; " if "x" in self.flags else b""
         self.channel.outbox += b"run:%03d:%s%s\0%s\0" % (self.status, trace, command, nonce)
@@ -567,14 +569,14 @@ class Sandbox:
     def _stop(self, capture):
         """Past its time: process 1 kills what the command has started, and the shell with it."""
         for _ in range(3):
-            self.channel.outbox += b"kill:%s\0" % self.mark        # it waits for this a second after the signal
+            self.channel.outbox += b"kill:%s\0" % self.mark  # it waits for this a second after the signal
             self.box.interrupt()
             if self._await(None, capture, time.monotonic() + 10) == "died":
                 return
         self._die(SandboxKilled("its processes cannot be stopped (process limit)"))
 
     def _restore(self, capture):
-        """The new shell gets the old one's directory and exports. Its end marker also ends the old one's output."""
+        """The new shell gets the old one's directory and exports; its end marker ends that one's output."""
         folder, _, exports = self.snapshot.partition(b"\n")
         self.status, self.flags = 0, ""
         if self._frame(b"builtin cd -- %s\n%s" % (folder, exports), capture, time.monotonic() + 20) != "end":
@@ -582,8 +584,8 @@ class Sandbox:
         return True
 
     def _await(self, nonce, capture, deadline):
-        """Pumps until the frame of this nonce is over ("end"), the shell has died ("died") or time is up ("late").
-        The end has to be seen on both streams: only then is the output complete."""
+        """Pumps until the frame of this nonce is over ("end"), the shell has died ("died") or time is up
+        ("late"). The end has to be seen on both streams: only then is the output complete."""
         pending, ended, marked = b"", False, False
         while not (ended and marked):
             left = deadline - time.monotonic()
@@ -638,9 +640,9 @@ class Sandbox:
         self._check()
         nonce, tests, seconds = secrets.token_hex(16), make_tar(self.task["tests"]), self.limits["verifier_s"]
         capture, idle, control, files, done, window = Capture(), Capture(), b"", {}, False, b""
-        deadline, late = time.monotonic() + seconds, False
+        deadline, late, box = time.monotonic() + seconds, False, self.box        # close() forgets the box
         try:
-            channel = self.box.grader(nonce, len(tests))
+            channel = box.grader(nonce, len(tests))
         except (InfraError, OSError) as e:
             self._await(None, idle, time.monotonic() + 2)          # raises the reason if the sandbox is gone
             raise InfraError(f"the grader does not start: {e}") from e
@@ -652,7 +654,7 @@ class Sandbox:
                     return None, f"the verifier ran past its {seconds} s", capture.text()
                 for stream, data in channel.pump(left):
                     if not data:
-                        if self._await(None, idle, time.monotonic() + 1) == "died":      # raises if all is gone
+                        if self._await(None, idle, time.monotonic() + 1) == "died":  # raises if all is gone
                             self._restore(idle)
                         return None, f"the verifier was ended before its time {said(control)}", capture.text()
                     if stream == 1:
@@ -667,10 +669,11 @@ class Sandbox:
                             files[name] = base64.b64decode(content)
         finally:
             channel.close()
-            self.box.end_grader(late)
+            box.end_grader(late)
         log = capture.text().replace(nonce, "")
         if len(files) != 1:
-            return None, "the verifier wrote " + ("both reward.txt and reward.json" if files else "no reward"), log
+            found = "both reward.txt and reward.json" if files else "no reward"
+            return None, f"the verifier wrote {found}", log
         try:
             return parse_reward(*files.values()), None, log
         except ValueError as e:
@@ -714,15 +717,16 @@ def resolve_backend(name):
         except InfraError as e:
             reasons.append(f"{backend}: {e}.")
     raise InfraError(" ".join([
-        "No sandbox works here.", *reasons, "Start Docker or Podman (macOS, Windows: Docker Desktop), and set",
-        "DOCKER_HOST if its socket is elsewhere; or install bubblewrap (apt-get install bubblewrap) and, where the",
-        "system blocks user namespaces, allow them: sysctl -w kernel.apparmor_restrict_unprivileged_userns=0",
+        "No sandbox works here.", *reasons, "Start Docker or Podman (macOS, Windows: Docker Desktop), and",
+        "set DOCKER_HOST if its socket is elsewhere; or install bubblewrap (apt-get install bubblewrap), and",
+        "where the system blocks user namespaces, allow them: sysctl -w",
+        "kernel.apparmor_restrict_unprivileged_userns=0",
         "(Ubuntu) or kernel.unprivileged_userns_clone=1 (older Debian)."]))
 
 
-# -------------------------------------------------------------------------------------------------- bubblewrap
+# ------------------------------------------------------------------------------------------------- bubblewrap
 
-SYSTEM = ["bin", "sbin", "lib", "lib32", "lib64", "libx32"]        # links into /usr, or folders of older systems
+SYSTEM = ["bin", "sbin", "lib", "lib32", "lib64", "libx32"]  # links into /usr, or folders of older systems
 ETC = {
     "passwd": "root:x:0:0:root:/root:/bin/bash\nuser:x:1000:1000::/home/user:/bin/bash\n"
               "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
@@ -730,7 +734,8 @@ ETC = {
     "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
-HOST_ETC = ["alternatives", "ld.so.cache", "ssl/certs", "ssl/openssl.cnf", "magic", "mime.types"]  # awk: a link
+# awk: a link
+HOST_ETC = ["alternatives", "ld.so.cache", "ssl/certs", "ssl/openssl.cnf", "magic", "mime.types"]
 spawner = ThreadPoolExecutor(1, "sandbox-spawner")
 uids = itertools.count(0x70000000)                                 # for root: host uids that nobody else has
 
@@ -743,7 +748,9 @@ def spawn(argv, **more):
 
 def as_nobody(uid):
     """If we are root: away with root's power over host files, before bwrap even starts."""
-    return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"] if os.geteuid() == 0 else []
+    if os.geteuid():
+        return []
+    return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
 
 
 def mount_options(writable):
@@ -754,7 +761,8 @@ def mount_options(writable):
             argv += ["--symlink", os.readlink("/" + name), "/" + name]
         elif os.path.isdir("/" + name):
             argv += ["--ro-bind", "/" + name, "/" + name]
-    argv += ["--proc", "/proc", "--dev", "/dev", "--perms", "0755", "--dir", "/home", "--perms", "0755", "--dir", "/var"]
+    argv += ["--proc", "/proc", "--dev", "/dev"]
+    argv += ["--perms", "0755", "--dir", "/home", "--perms", "0755", "--dir", "/var"]
     return argv + ([] if "/var" in writable else ["--symlink", "../tmp", "/var/tmp"])
 
 
@@ -765,8 +773,9 @@ def tmpfs(path, mode="0755", size=None):
 def bwrap_start(program, writable, uid, env, root=False, fds=(), before=(), seal=True):
     """Starts a program in a fresh sandbox, as the agent's user or as a root without power."""
     inner, etc = ("0" if root else "1000"), []
-    argv = [*before, *as_nobody(uid), "bwrap", "--unshare-all", "--as-pid-1", "--die-with-parent", "--new-session",
-            "--hostname", "sandbox", "--uid", inner, "--gid", inner, *mount_options(writable)]
+    argv = [*before, *as_nobody(uid), "bwrap", "--unshare-all", "--as-pid-1", "--die-with-parent",
+            "--new-session", "--hostname", "sandbox", "--uid", inner, "--gid", inner,
+            *mount_options(writable)]
     argv += tmpfs("/etc", size=1 << 20) + ["--perms", "0755", "--dir", "/etc/ssl"]
     try:
         for name, text in ETC.items():
@@ -844,9 +853,10 @@ class Bwrap:
         return channel
 
     def into_cgroup(self):
-        return ["sh", "-c", 'echo $$ >"$0" && exec "$@"', self.cgroup + "/cgroup.procs"] if self.cgroup else []
+        if not self.cgroup:
+            return []
+        return ["sh", "-c", 'echo $$ >"$0" && exec "$@"', self.cgroup + "/cgroup.procs"]
 
-    @property
     def init(self):
         """Process 1's pid out here; a descriptor of it is kept, since numbers are used again."""
         if self.pidfd is None:
@@ -856,7 +866,7 @@ class Bwrap:
 
     def interrupt(self):
         with contextlib.suppress(OSError):                         # if it is gone, the streams end
-            assert self.init
+            self.init()
             signal.pidfd_send_signal(self.pidfd, signal.SIGPWR)
 
     def post_mortem(self, last_words):
@@ -866,16 +876,17 @@ class Bwrap:
             return SandboxKilled(self.killed or "the agent ended process 1")
         if self.cgroup and oom_kills(self.cgroup):
             return SandboxKilled(f"its memory limit of {self.memory >> 20} MB")
-        return InfraError(f"the sandbox ended from outside (exit code {self.process.returncode}) {last_words}")
+        code = self.process.returncode
+        return InfraError(f"the sandbox ended from outside (exit code {code}) {last_words}")
 
     def grader(self, nonce, size):
         """New mount and PID namespaces over the same folders, in the same network: services answer, nobody
         reaches in. The unshare is there because bwrap looks itself up in /proc."""
-        t = self.template
-        with open(f"/proc/{self.init}/ns/net") as net:
+        t, init = self.template, f"/proc/{self.init()}"
+        with open(f"{init}/ns/net") as net:
             owner = fcntl.ioctl(net.fileno(), 0xB701)              # NS_GET_USERNS: the one that owns it all
         argv = [*self.into_cgroup(), *as_nobody(self.uid), "nsenter", "--preserve-credentials",
-                f"--user=/proc/self/fd/{owner}", f"--mount=/proc/{self.pid}/ns/mnt", f"--net=/proc/{self.pid}/ns/net",
+                f"--user=/proc/self/fd/{owner}", f"--mount={init}/ns/mnt", f"--net={init}/ns/net",
                 "--", "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
                 "bwrap", "--unshare-pid", "--unshare-ipc", "--as-pid-1", "--die-with-parent", "--new-session",
                 "--cap-drop", "ALL", *mount_options(t.writable), "--ro-bind", "/etc", "/etc"]
@@ -944,7 +955,7 @@ class Template(NamedTuple):
 def bwrap_template(task):
     """Plays the Dockerfile: FROM our base, COPY, ENV, WORKDIR, RUN. One user there is: all is the agent's."""
     def refuse(what):
-        raise TaskError(f"task {task['id']}: bubblewrap cannot do `{what}`; use Docker for it, or change the task")
+        raise TaskError(f"task {task['id']}: bubblewrap cannot do `{what}`; use Docker or change the task")
 
     def place(path):
         """A path of the Dockerfile, without the leading /; its top folder becomes a private one."""
@@ -985,7 +996,7 @@ def bwrap_template(task):
             copied = copy_sources(files, sources)
             if not copied:
                 raise TaskError(f"task {task['id']}: its files have nothing for `{line}`")
-            folders = tops | {posixpath.dirname(path) for path in tree} | {path for path in tree if not tree[path]}
+            folders = tops | {path if tree[path] is None else posixpath.dirname(path) for path in tree}
             into = target.endswith(("/", ".")) or len(sources) > 1 or place(target) in folders
             for name, (path, from_folder) in copied.items():
                 item = files[path] | ({"mode": options["--chmod"]} if "--chmod" in options else {})
@@ -1028,7 +1039,8 @@ def bwrap_run(task, command, tar, env, workdir, writable):
               'shift 4; exec tar -cpf - --sort=name home/user "$@"')
     shell = "chown() { :; }; chgrp() { :; }; ulimit -u 512; " + (
         shlex.join(json.loads(command)) if command.startswith("[") else command)
-    leave = ["usr", "etc", "proc", "dev", "run", "sys", *SYSTEM] + [d for d in ("var", "home") if "/" + d not in writable]
+    leave = ["usr", "etc", "proc", "dev", "run", "sys", *SYSTEM]
+    leave += [folder for folder in ("var", "home") if "/" + folder not in writable]
     with file_of(tar) as fd:
         program = ["bash", "-pc", script, run_label(), str(fd), workdir, shell, " ".join(leave)]
         env = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", **env}
@@ -1040,14 +1052,14 @@ def bwrap_run(task, command, tar, env, workdir, writable):
     finally:
         end_process(process)
     if process.returncode:
-        raise TaskError(f"task {task['id']}: `RUN {command}` fails under bubblewrap (no network, only private folders "
-                        f"writable; Docker has both): {said(log)}")
+        raise TaskError(f"task {task['id']}: `RUN {command}` fails under bubblewrap (no network there, "
+                        f"only private folders can be written; Docker has both): {said(log)}")
     return out
 
 
-# ------------------------------------------------------------------------------------------------------ Docker
+# ----------------------------------------------------------------------------------------------------- Docker
 
-# All that root may do in there, and root is the grader, or the agent in a task that wants it; a user has nothing.
+# What root may do in there: the grader, or the agent where a task wants it so. A user has no capability.
 ROOT_CAPS = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"]
 NOT_THE_TASK = r"(?i)dial tcp|timeout|connection (refused|reset)|toomanyrequests|no space left|TLS handshake"
 host_lock = threading.Lock()
@@ -1066,7 +1078,7 @@ def docker_api(host):
         docker.APIClient(host, version="auto", timeout=10, tls=tls).ping()
         api = docker.APIClient(host, version="auto", timeout=600, num_pools=64, tls=tls)
         api.engine = api.info()
-        api.is_podman = any("podman" in part["Name"].lower() for part in api.version().get("Components") or [])
+        api.is_podman = "podman" in json.dumps(api.version().get("Components")).lower()
         # where the engine cannot limit a container's disk, watch() polls it
         api.has_quota = (api.engine.get("Driver") == "overlay2"
                          and ["Backing Filesystem", "xfs"] in api.engine.get("DriverStatus", []))
@@ -1117,15 +1129,15 @@ def docker_image(task, host):
                 try:
                     api.inspect_image(base[0])
                 except docker.errors.ImageNotFound:
-                    raise InfraError(f"{what}: the base image is missing: docker build -t {base[0]} --target {base[1]} "
-                                     "-f Dockerfile.base .") from None
-            ignore = files_of(task).get(".dockerignore", {"text": ""})
+                    raise InfraError(f"{what}: the base image is missing: docker build -t {base[0]} "
+                                     f"--target {base[1]} -f Dockerfile.base .") from None
+            ignore = file_bytes(files_of(task).get(".dockerignore", {"text": ""})).decode()
             context = files_of(task) | {
                 ".tmax.dockerfile": {"text": task["dockerfile"]},
-                ".dockerignore": {"text": file_bytes(ignore).decode() + "\n.tmax.dockerfile\n.dockerignore\n"}}
+                ".dockerignore": {"text": ignore + "\n.tmax.dockerfile\n.dockerignore\n"}}
             log = ""
-            for piece in api.build(fileobj=io.BytesIO(make_tar(context)), custom_context=True, tag=tag, rm=True,
-                                   forcerm=True, dockerfile=".tmax.dockerfile", decode=True):
+            for piece in api.build(fileobj=io.BytesIO(make_tar(context)), custom_context=True, tag=tag,
+                                   rm=True, forcerm=True, dockerfile=".tmax.dockerfile", decode=True):
                 log += piece.get("stream", "")
                 if error := piece.get("error"):
                     kind = InfraError if re.search(NOT_THE_TASK, error) else TaskError
@@ -1140,7 +1152,7 @@ class Docker:
 
     def __init__(self, task):
         self.task, self.limits = task, limits_of(task)
-        self.host = self.api = self.container = self.killed = None
+        self.host = self.api = self.container = self.channel = self.killed = None
 
     def choose_host(self):
         """Of several hosts the one that answers and has the fewest sandboxes of ours."""
@@ -1160,34 +1172,36 @@ class Docker:
         if not any(pair.startswith(("LANG=", "LC_ALL=")) for pair in config.get("Env") or []):
             env["LANG"] = "C.UTF-8"
         faults = [("executable file not found|no such file", "its image needs bash"),
-                  ("unable to find user|no users? found|no matching entries", "its Dockerfile must make that user")]
+                  ("unable to find user|no users? found|no matching entries",
+                   "its Dockerfile must make that user")]
         with docker_errors(f"task {task['id']}, start", faults):
             from docker.types import LogConfig, Ulimit
             self.api = api = docker_api(self.host)
             ulimits = {"nofile": (1024, 4096), "core": (0, 0), "fsize": (bytes_of_disk, bytes_of_disk)}
-            if api.is_podman:                                      # its own default is more than some hosts permit
+            if api.is_podman:  # its own default is more than some hosts permit
                 ulimits["nproc"] = (32768, 32768)
             host_config = api.create_host_config(
                 network_mode="bridge" if limits["network"] else "none", ipc_mode="private",
                 cap_drop=["ALL"], cap_add=ROOT_CAPS, security_opt=["no-new-privileges"],
                 mem_limit=f"{int(limits['memory_mb'])}m", memswap_limit=f"{int(limits['memory_mb'])}m",
                 nano_cpus=int(min(limits["cpus"], api.engine.get("NCPU") or limits["cpus"]) * 1e9),
-                pids_limit=PROCESSES, ulimits=[Ulimit(name=n, soft=s, hard=h) for n, (s, h) in ulimits.items()],
-                log_config=LogConfig(type="none"), storage_opt={"size": f"{DISK_MB}m"} if api.has_quota else None)
+                pids_limit=PROCESSES, log_config=LogConfig(type="none"),
+                ulimits=[Ulimit(name=name, soft=soft, hard=hard) for name, (soft, hard) in ulimits.items()],
+                storage_opt={"size": f"{DISK_MB}m"} if api.has_quota else None)
             self.container = api.create_container(
                 tag, entrypoint=BOOT, command=[run_label(), "", self.workdir, ""], user=user_of(task),
-                stdin_open=True, environment=env, stop_signal="SIGKILL",         # TERM is how the agent ends it
+                stdin_open=True, environment=env, stop_signal="SIGKILL",  # TERM is how the agent ends it
                 working_dir="/", hostname="sandbox",
                 labels={"tmax-run": run_label()}, host_config=host_config)["Id"]
             streams = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
-            channel = Socket(api.attach_socket(self.container, streams))
+            self.channel = Socket(api.attach_socket(self.container, streams))
             api.start(self.container)
         if not api.has_quota:
             watch()
-        return channel
+        return self.channel
 
     def interrupt(self):
-        with contextlib.suppress(InfraError), docker_errors("signal"):           # if it is gone, the streams end
+        with contextlib.suppress(InfraError), docker_errors("signal"):  # if it is gone, the streams end
             self.api.kill(self.container, "SIGPWR")
 
     def post_mortem(self, last_words):
@@ -1205,11 +1219,12 @@ class Docker:
             return e
         if state.get("OOMKilled"):
             return SandboxKilled(f"its memory limit of {self.limits['memory_mb']} MB")
-        return InfraError(f"the container ended from outside (exit code {state.get('ExitCode')}) {last_words}")
+        code = state.get("ExitCode")
+        return InfraError(f"the container ended from outside (exit code {code}) {last_words}")
 
     def grader(self, nonce, size):
-        """As root, whom the agent's user cannot touch. /logs may be the image's own: it is made root's, not emptied.
-        Other processes of root are what a verifier has left running; where the agent is root, they are spared."""
+        """As root, whom the agent's user cannot touch. /logs may be the image's own: it is made root's, not
+        emptied. Other processes of root are a verifier's leavings, unless the agent is root."""
         sweep = ('for d in /proc/[0-9]*; do [[ -O $d && ${d#/proc/} != 1 && ${d#/proc/} != $$ ]] && '
                  'kill -9 "${d#/proc/}"; done 2>/dev/null; ') if user_of(self.task) != "root" else ""
         begin = ("[[ -d /logs && ! -L /logs ]] || rm -f /logs; rm -rf /tests /logs/verifier; mkdir -p /logs; "
@@ -1233,25 +1248,29 @@ class Docker:
             channel.close()
 
     def kill(self):
+        if self.channel:                             # or the engine waits for us to read the last output
+            with contextlib.suppress(OSError):
+                self.channel.socket.shutdown(socket.SHUT_RDWR)
         if self.container:
-            with contextlib.suppress(Exception):     # it may be gone already; the next start reaps what is left
+            with contextlib.suppress(Exception):  # it may be gone already; the next start reaps what is left
                 self.api.remove_container(self.container, force=True, v=True)
 
     close = kill
 
 
-# ------------------------------------------------------------------------------------------------------ limits
+# ----------------------------------------------------------------------------------------------------- limits
 
 @functools.lru_cache(None)
 def cgroup_parent():
-    """A folder in which we may make memory cgroups, v1 or v2: our own or one above it. None if there is none."""
+    """A folder in which we may make memory cgroups, v1 or v2: our own or one above it; or None."""
     with open("/proc/self/cgroup") as f:
         ours = [line.strip().split(":", 2)[1:] for line in f]
     for controllers, path in ours:
         if controllers not in ("memory", ""):        # "" is v2
             continue
-        for above in [path, *itertools.accumulate(path.count("/") * [path], lambda p, _: posixpath.dirname(p))][:9]:
-            folder = "/sys/fs/cgroup" + ("/memory" if controllers else "") + above.rstrip("/")
+        parts = path.strip("/").split("/")
+        for above in ["/".join(["", *parts[:depth]]) for depth in range(len(parts), -1, -1)]:
+            folder = "/sys/fs/cgroup" + ("/memory" if controllers else "") + above
             probe = f"{folder}/{run_label()}.probe"
             try:
                 os.mkdir(probe)
@@ -1308,9 +1327,9 @@ def remove_cgroup(cgroup, leaving=set()):
 
 def memory_of(box):
     """Bytes under bubblewrap: the private pages of all processes, and what the tmpfs hold."""
-    total, todo, page = 0, [box.init], resource.getpagesize()
+    total, todo, page = 0, [box.init()], resource.getpagesize()
     for path in [*box.template.writable, "/dev/shm", "/run"]:
-        disk = os.statvfs(f"/proc/{box.init}/root{path}")
+        disk = os.statvfs(f"/proc/{box.pid}/root{path}")
         total += (disk.f_blocks - disk.f_bfree) * disk.f_frsize
     for pid in todo:                                 # grows as it goes
         with contextlib.suppress(OSError):
@@ -1336,13 +1355,14 @@ def watch_forever():
                     box.killed = f"its memory limit of {box.memory >> 20} MB"
                     box.kill()
         docker_boxes = {box.container: box for box in boxes if isinstance(box, Docker) and box.container}
-        for api in {box.api for box in docker_boxes.values() if not box.api.has_quota} if tick % 20 == 0 else ():
+        apis = {box.api for box in docker_boxes.values() if not box.api.has_quota}
+        for api in apis if tick % 20 == 0 else ():
             with contextlib.suppress(Exception):                   # the next round asks again
                 for found in api.containers(size=True, filters={"label": "tmax-run=" + run_label()}):
                     box = docker_boxes.get(found["Id"])
                     if box and (found.get("SizeRw") or 0) > DISK_MB << 20:
                         box.killed = f"its disk limit of {DISK_MB} MB"
-                        api.kill(box.container)
+                        box.kill()
 
 
 @functools.lru_cache(None)
@@ -1351,13 +1371,13 @@ def watch():
     threading.Thread(target=watch_forever, daemon=True, name="sandbox-watch").start()
 
 
-# ---------------------------------------------------------------------------------------------------- clean-up
+# --------------------------------------------------------------------------------------------------- clean-up
 
 live = set()                                         # the boxes that were started and not yet closed
 
 
 def run_label():
-    """Names this run by boot, PID namespace, pid and start time. Each of our processes and containers carries it."""
+    """This run's boot, PID namespace, pid and start time. Each of our processes and containers carries it."""
     return label_of(os.getpid())
 
 
@@ -1420,7 +1440,7 @@ def on_signal(number, frame):
 
 
 def forked():
-    """In a forked child: its exit must not end its parent's sandboxes, and the spawner's thread is not there."""
+    """In a forked child: its exit must not end its parent's sandboxes, and it has no spawner thread."""
     global spawner
     live.clear()
     spawner = ThreadPoolExecutor(1, "sandbox-spawner")

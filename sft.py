@@ -40,12 +40,14 @@ def load_samples(args, chat: rollout.Chat) -> list[dict]:
             else:
                 ids, mask = record.get("token_ids"), record.get("loss_mask")
                 if ids is None:
-                    ids, mask = chat.assemble(messages)
+                    ids, mask = chat.assemble(messages, cut=record.get("end") in ("length", "context"))
                 elif ids[: mask.index(1)] != chat.prompt_ids(messages[:2]):
                     raise ValueError(
                         f"{path}: the token ids of {record['task_id']} do not come from this model's tokenizer "
                         "and template; train the model that sampled them"
                     )
+                if 1 not in mask[: args.max_length]:
+                    raise ValueError(f"--max-length {args.max_length} leaves nothing to learn of {record['task_id']}")
                 dropped["cut"] += len(ids) > args.max_length
                 samples.append({"ids": ids[: args.max_length], "mask": mask[: args.max_length]})
     print(
@@ -60,9 +62,13 @@ def load_samples(args, chat: rollout.Chat) -> list[dict]:
 
 def has_unparsed(messages: list[dict], chat: rollout.Chat) -> bool:
     """Whether any assistant turn has no tool call, or one that does not parse."""
-    turns = [rollout.parse_calls(chat.assistant_text(m), chat.tool_format, chat.thinking)
-             for m in messages if m["role"] == "assistant"]
-    return any(not calls or any(call.command is None for call in calls) for calls in turns)
+    for message in (m for m in messages if m["role"] == "assistant"):
+        calls = rollout.parse_calls(chat.assistant_text(message), chat.tool_format, chat.thinking)
+        functions = [call["function"] for call in message.get("tool_calls") or []]
+        calls += [rollout.check_call(f.get("name"), f.get("arguments")) for f in functions]
+        if not calls or any(call.command is None for call in calls):
+            return True
+    return False
 
 
 def train(args):

@@ -4,6 +4,7 @@ It needs no server, so the demo and the tests run anywhere, and it shares its ar
 with equal weights the log-probs agree to rounding. For models that matter, vLLM is much faster. rollout.py
 says what an engine is. """
 
+import atexit
 import queue
 import threading
 import time
@@ -42,9 +43,17 @@ class TorchEngine:
         self.version = 0
         self.sampled_tokens, self.busy_s = 0, 0.0  # see take_speed
         self.waiting = queue.Queue()
-        self.weights = threading.Lock()  # held for each forward pass, and by `load`
-        self.failure = None
-        threading.Thread(target=self._serve, daemon=True).start()
+        self.weights = threading.RLock()  # held for each forward pass, and by `load`
+        self.failure, self.closing = None, False
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+        atexit.register(self.close)  # Python must not end while a thread is inside torch
+
+    def close(self):
+        """Ends the engine's thread; requests that still wait are not answered."""
+        self.closing = True
+        self.waiting.put(None)
+        self.thread.join()
 
     def load(self, state_dict, version: int):
         """Takes new weights between two forward passes. version: the mark of tokens sampled from now on."""
@@ -79,15 +88,18 @@ class TorchEngine:
                     wave.append(self.waiting.get(timeout=0.002))
                 except queue.Empty:
                     break
+            if self.closing:
+                return
             start = time.perf_counter()
             try:
                 self._run_wave(wave)
             except BaseException as e:  # the threads that wait must learn of it, or they would wait for ever
                 self.failure = e
-                while True:
+                while not self.closing:
                     for row in wave:
                         row.done.set()
                     wave = [self.waiting.get()]
+                return
             self.busy_s += time.perf_counter() - start
             self.sampled_tokens += sum(len(row.new) for row in wave)
 
@@ -106,18 +118,19 @@ class TorchEngine:
         with torch.inference_mode():
             # Prefill: what an earlier turn has computed is taken over, unless the weights are new since then,
             # and episodes that begin with the same prompt share one row.
-            for row in rows:
-                if row.past and row.past[0] != self.version:
-                    row.past = None
-            keys = [id(row) if row.past else tuple(row.ids) for row in rows]
-            unique = dict(zip(keys, rows))
-            cache, past_mask = join_pasts([row.past for row in unique.values()], self.model)  # mask (P, past)
-            fresh = [row.ids[row.past[1] if row.past else 0 :] for row in unique.values()]
-            width = max(map(len, fresh))
-            ids = tensor([[0] * (width - len(new)) + new for new in fresh])  # (P, T), left-padded
-            mask = tensor([m + [0] * (width - len(new)) + [1] * len(new) for m, new in zip(past_mask, fresh)])
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -width:]
-            logits, cache, version = self._forward(ids, mask, positions, cache)
+            with self.weights:  # no new weights between the check and the forward pass
+                for row in rows:
+                    if row.past and row.past[0] != self.version:
+                        row.past = None
+                keys = [id(row) if row.past else tuple(row.ids) for row in rows]
+                unique = dict(zip(keys, rows))
+                cache, past_mask = join_pasts([row.past for row in unique.values()], self.model)  # mask (P, past)
+                fresh = [row.ids[row.past[1] if row.past else 0 :] for row in unique.values()]
+                width = max(map(len, fresh))
+                ids = tensor([[0] * (width - len(new)) + new for new in fresh])  # (P, T), left-padded
+                mask = tensor([m + [0] * (width - len(new)) + [1] * len(new) for m, new in zip(past_mask, fresh)])
+                positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -width:]
+                logits, cache, version = self._forward(ids, mask, positions, cache)
             place = {key: i for i, key in enumerate(unique)}
             index = tensor([place[key] for key in keys])  # from one row a prompt to one row a request
             cache.reorder_cache(index)
@@ -137,7 +150,7 @@ class TorchEngine:
                         row.past = cut_past(cache, i, mask[i], row.versions[0])
                         row.done.set()
                 live = [i for i in live if not rows[i].done.is_set()]
-                if not live:
+                if not live or self.closing:
                     return
                 if len(live) < 0.75 * len(rows):
                     index, rows = tensor(live), [rows[i] for i in live]

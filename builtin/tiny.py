@@ -76,7 +76,8 @@ def make_tokenizer(rollouts: list[dict], vocab_size: int):
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.add_tokens([AddedToken(unit, normalized=False) for unit in constant_units(tokenizer)])
+    for unit in constant_units(tokenizer):  # those that hold control tokens are special: outputs cannot spell them
+        tokenizer.add_tokens([AddedToken(unit, normalized=False, special="<|im_" in unit)])
     return tokenizer
 
 
