@@ -503,12 +503,11 @@ def run_episode(
                 end = "max_turns"
             elif time.monotonic() >= deadline:
                 end = "agent_timeout"
-            elif (room := sampling.max_tokens - (len(ids) - prompt_length)) <= 0:
-                end = "context"
             if end:
                 break
 
             # The model's turn.
+            room = sampling.max_tokens - (len(ids) - prompt_length)
             limit = min(sampling.max_turn_tokens, room)
             turn_seed = derive_seed(seed, task["id"], sample, turns)
             turns += 1
@@ -551,7 +550,11 @@ def run_episode(
                 messages.append({"role": "tool", "content": text, **tool_call_id})
             if by_tokens and not end:
                 suffix = chat.suffix_ids(results, ended=ids[-1] == chat.end_id)
-                ids, mask, logprobs = ids + suffix, mask + [0] * len(suffix), logprobs + [None] * len(suffix)
+                if len(ids) + len(suffix) - prompt_length >= sampling.max_tokens:
+                    end = "context"  # no room for what the sandbox said and a token after it
+                else:
+                    ids, mask = ids + suffix, mask + [0] * len(suffix)
+                    logprobs = logprobs + [None] * len(suffix)
 
         if grade == "always" or end == "submitted":
             reward, grade_log = timed("grade_s", box.grade)

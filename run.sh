@@ -62,7 +62,7 @@ except sandbox.InfraError as e:
         sys.exit(str(e))')
 }
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # demo
 
 TABLE=""
@@ -88,8 +88,8 @@ demo() {
         say "the results that were in $out are now in $old"
     fi
     mkdir -p "$out"
-    # Episodes of the built-in tasks are short: at most 5 turns of at most 40 tokens, sampled as they are (T = 1).
-    local limits="--max-turns 5 --max-turn-tokens 40 --temperature 1 --top-p 1 --backend $BACKEND"
+    # Episodes of the built-in tasks are short: 5 turns of 40 tokens and 250 tokens in all, at most; T = 1.
+    local limits="--max-turns 5 --max-turn-tokens 40 --max-tokens 250 --temperature 1 --top-p 1 --backend $BACKEND"
 
     stage "tasks" python gen.py builtin --n "$tasks" --seed "$seed" --split train --out "$out/tasks.jsonl"
     stage "validation tasks" python gen.py builtin --n 90 --seed "$seed" --split val --out "$out/val.jsonl"

@@ -32,8 +32,9 @@ class TorchEngine:
     """Samples in process: requests from many threads are stepped together, with a KV cache, one wave at a
     time.
 
-    A wave is all requests that wait when the last one ends. A row that is done leaves it at once, so that its
-    command runs in a sandbox while the others are stepped further.
+    A wave is made of the requests of similar length that wait when the last one ends: one row of 10,000 tokens
+    would pad all others to its length. A row that is done leaves at once, so that its command runs in a sandbox
+    while the others are stepped further.
 
     model: this engine's own copy of the weights (see `load`). eos_ids: tokens that end a turn. """
 
@@ -81,24 +82,28 @@ class TorchEngine:
         return {"sample_s": seconds, "sample_tokens_per_s": tokens / max(seconds, 1e-9)}
 
     def _serve(self):
+        rows = []  # requests that wait, oldest first
         while True:
-            wave = [self.waiting.get()]
-            while len(wave) < self.max_batch:
-                try:  # a short grace: episodes whose commands end together then share a wave
-                    wave.append(self.waiting.get(timeout=0.002))
-                except queue.Empty:
-                    break
+            try:  # a short grace: episodes whose commands end together then share a wave
+                while len(rows) < self.max_batch:
+                    rows.append(self.waiting.get(timeout=0.002 if rows else None))
+            except queue.Empty:
+                pass
             if self.closing:
                 return
+            length = len(rows[0].ids)
+            wave = [row for row in rows if length / 2 - 64 < len(row.ids) < length * 2 + 64]
+            rows = [row for row in rows if row not in wave]
             start = time.perf_counter()
             try:
                 self._run_wave(wave)
             except BaseException as e:  # the threads that wait must learn of it, or they would wait for ever
                 self.failure = e
+                rows = wave + rows
                 while not self.closing:
-                    for row in wave:
+                    for row in rows:
                         row.done.set()
-                    wave = [self.waiting.get()]
+                    rows = [self.waiting.get()]
                 return
             self.busy_s += time.perf_counter() - start
             self.sampled_tokens += sum(len(row.new) for row in wave)
