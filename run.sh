@@ -9,7 +9,7 @@
 #   TORCH_INDEX=URL         another wheel index for torch: with PyTorch's own CPU index (see its install page) a Linux
 #                           machine downloads 200 MB instead of the CUDA build's gigabytes
 #   OUT=runs/demo SEED=0    where the demo writes, and its seed
-#   TASKS=5000 STEPS=50     training tasks and RL steps of the demo
+#   TASKS=4000 STEPS=45     training tasks and RL steps of the demo
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -81,7 +81,7 @@ print("pass@1 %.1f%% +- %.1f%%" % (100 * s["pass_at_k"]["1"], 100 * s["se_tasks"
 }
 
 demo() {
-    local out=${OUT:-runs/demo} seed=${SEED:-0} tasks=${TASKS:-5000} steps=${STEPS:-50} old
+    local out=${OUT:-runs/demo} seed=${SEED:-0} tasks=${TASKS:-4000} steps=${STEPS:-45} old
     if [ -e "$out" ]; then
         old="$out.$(date +%Y%m%d-%H%M%S)"
         mv "$out" "$old"

@@ -275,6 +275,7 @@ INIT = r"""
 [[ -z $1 ]] || { tar -xiopf - -C / <&"$1" && eval "exec $1<&-"; } || exit 1
 [[ -d $2 ]] || mkdir -p "$2"; cd "$2" || exit 1
 eval "$3"
+[[ -z $4 ]] || eval "exec $4<&-"
 set -m
 exec 3>&2
 trap 'asked=1' PWR
@@ -301,7 +302,6 @@ sweep() {
   done
   kill -KILL "${victims[@]}"
 }
-read -r -d '' worker
 while :; do
   REPLY=$worker bash --norc --noprofile -pc 'eval "$REPLY"' bash 2>&3 3>&- &
   w=$! asked=
@@ -318,7 +318,11 @@ while :; do
 done 2>/dev/null
 """
 BASH = ["bash", "--norc", "--noprofile", "-pc"]                   # -p: BASH_ENV is not read either
-BOOT = BASH + ['read -r -d ""; eval "$REPLY"']                    # short, since the agent sees it in `ps`
+SCRIPT = f"worker={shlex.quote(WORKER)}\n{INIT}".encode()
+# How process 1 gets the script, which must not be seen in `ps`: from standard input, or, as bash reads that byte
+# by byte, from a file on descriptor $4 where there is one.
+BOOT = BASH + ['read -r -d ""; eval "$REPLY"']
+BOOT_FILE = BASH + ['. "/dev/fd/$4"; exit']
 
 # The grader, where the agent's processes cannot reach. $4 makes /tests and /logs/verifier, $5 clears up.
 GRADER = r"""
@@ -327,12 +331,14 @@ for v in ${!PYTHON*} ${!LD_*} BASH_ENV ENV; do unset "$v"; done
 export HOME=/root PYTHONDONTWRITEBYTECODE=1 PYTHONNOUSERSITE=1
 folders=$PATH PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 cd "$2" || cd /
-head -c "$1" | tar -xof - -C /tests || exit 1
+eval "$1" || exit 1
 IFS=:; for d in $folders; do [[ $d == /* && -O $d && :$PATH: != *":$d:"* ]] && PATH+=:$d; done; unset IFS
 bash /tests/test.sh </dev/null 2>&1
 printf %s "$3"
 for f in reward.txt reward.json; do
-  [[ -f /logs/verifier/$f ]] && printf '\0F%s %s\0' "$f" "$(head -c 4097 "/logs/verifier/$f" | base64)" >&2
+  [[ -f /logs/verifier/$f ]] || continue
+  LC_ALL=C IFS= read -r -d '' -n 4097 <"/logs/verifier/$f" && REPLY='with a NUL byte or over 4,096 bytes long'
+  printf '\0F%s %s\0' "$f" "$REPLY" >&2
 done
 eval "$5"
 printf '\0D\0' >&2
@@ -483,7 +489,6 @@ class Sandbox:
         live.add(self.box)
         try:
             self.channel = self.box.start()
-            self.channel.outbox += b"%s\0%s\0" % (INIT.encode(), WORKER.encode())
             if self._frame(b":", Capture(), time.monotonic() + 60) != "end":
                 raise InfraError("the sandbox's shell did not come up within 60 s")
         except OSError as e:                         # bwrap is missing, no descriptors or processes left, ...
@@ -638,16 +643,15 @@ class Sandbox:
     def _verify(self):
         """One run of the tests: (reward, None, log), or (None, why there is no valid reward, log)."""
         self._check()
-        nonce, tests, seconds = secrets.token_hex(16), make_tar(self.task["tests"]), self.limits["verifier_s"]
+        nonce, seconds = secrets.token_hex(16), self.limits["verifier_s"]
         capture, idle, control, files, done, window = Capture(), Capture(), b"", {}, False, b""
         deadline, late, box = time.monotonic() + seconds, False, self.box        # close() forgets the box
         try:
-            channel = box.grader(nonce, len(tests))
+            channel = box.grader(nonce, self.task["tests"])
         except (InfraError, OSError) as e:
             self._await(None, idle, time.monotonic() + 2)          # raises the reason if the sandbox is gone
             raise InfraError(f"the grader does not start: {e}") from e
         try:
-            channel.outbox += tests
             while not done or nonce.encode() not in window:
                 left = deadline - time.monotonic()
                 if late := left <= 0:
@@ -666,7 +670,7 @@ class Sandbox:
                         done |= message == b"D"
                         if message[:1] == b"F":
                             name, _, content = message[1:].partition(b" ")
-                            files[name] = base64.b64decode(content)
+                            files[name] = content
         finally:
             channel.close()
             box.end_grader(late)
@@ -770,10 +774,26 @@ def tmpfs(path, mode="0755", size=None):
     return ["--perms", mode, "--size", str(size or DISK_MB << 20), "--tmpfs", path]
 
 
-def bwrap_start(program, writable, uid, env, root=False, fds=(), before=(), seal=True):
+@contextlib.contextmanager
+def placed(tree):
+    """Options of bwrap that put a record's files under /, and the descriptors that it reads them from. The few
+    files of most tasks need no tar to be started then."""
+    folders = {path[:slash.start()] for path in tree for slash in re.finditer("/", path)}
+    folders |= {path for path, item in tree.items() if item is None}
+    options = [word for path in sorted(folders) for word in ("--perms", "0755", "--dir", "/" + path)]
+    with contextlib.ExitStack() as stack:
+        fds = []
+        for path, item in tree.items():
+            if item is not None:
+                fds.append(stack.enter_context(file_of(file_bytes(item))))
+                options += ["--perms", f"{file_mode(path, item):04o}", "--file", str(fds[-1]), "/" + path]
+        yield options, fds
+
+
+def bwrap_start(program, writable, uid, env, root=False, fds=(), options=(), seal=True):
     """Starts a program in a fresh sandbox, as the agent's user or as a root without power."""
     inner, etc = ("0" if root else "1000"), []
-    argv = [*before, *as_nobody(uid), "bwrap", "--unshare-all", "--as-pid-1", "--die-with-parent",
+    argv = [*as_nobody(uid), "bwrap", "--unshare-all", "--as-pid-1", "--die-with-parent",
             "--new-session", "--hostname", "sandbox", "--uid", inner, "--gid", inner,
             *mount_options(writable)]
     argv += tmpfs("/etc", size=1 << 20) + ["--perms", "0755", "--dir", "/etc/ssl"]
@@ -789,6 +809,7 @@ def bwrap_start(program, writable, uid, env, root=False, fds=(), before=(), seal
         argv += tmpfs("/run") + tmpfs("/dev/shm", "1777")
         for path in writable:
             argv += tmpfs(path, "1777" if path == "/tmp" else "0755")
+        argv += options
         for path in ("/etc", "/dev", "/")[:3 if seal else 2]:
             argv += ["--remount-ro", path]
         return spawn(argv + ["--", *program], env=env, pass_fds=[*etc, *fds])
@@ -827,35 +848,31 @@ class Bwrap:
 
     def __init__(self, task):
         self.task, self.memory = task, int(limits_of(task)["memory_mb"]) << 20
-        self.process = self.verifier = self.pidfd = self.cgroup = self.killed = None
+        self.process = self.verifier = self.pidfd = self.killed = None
         self.uid = next(uids)
 
     def start(self):
         self.template = t = prepare(self.task, "bwrap")
         reap_processes()
         raise_file_limit()
-        self.cgroup = make_cgroup(self.memory)
-        # kernels from 5.14 on count processes by user namespace: this limit is the sandbox's own
-        setup = f"ulimit -Su {PROCESSES} -Hu {PROCESSES}; ulimit -Sn 1024; ulimit -c 0"
-        if not self.cgroup:
-            setup += f"; ulimit -d {self.memory >> 10}"            # a single hog outruns any watchdog
-            watch()
+        watch()
+        # Kernels from 5.14 on count processes by user namespace: that limit is the sandbox's own. The one on data
+        # is there because a single hog outruns any watchdog. No cgroup: moving into one halts the whole machine's
+        # forks for some 10 ms, and most users may make none.
+        setup = (f"ulimit -Su {PROCESSES} -Hu {PROCESSES}; ulimit -Sn 1024; ulimit -c 0; "
+                 f"ulimit -d {self.memory >> 10}")
         root = user_of(self.task) == "root"
         env = {"PATH": PATH, "HOME": "/root" if root else "/home/user", "USER": user_of(self.task),
                "SHELL": "/bin/bash", "LANG": "C.UTF-8", "TERM": "dumb", **t.env}
-        with file_of(t.tar) as tar:
-            program = [*BOOT, run_label(), str(tar) if t.tar else "", t.workdir, setup]
-            self.process = bwrap_start(program, t.writable, self.uid, env, root, [tar], self.into_cgroup())
+        with file_of(SCRIPT) as script, file_of(t.tar) as tar, placed(t.files) as (options, fds):
+            program = [*BOOT_FILE, run_label(), str(tar) if t.tar else "", t.workdir, setup, str(script)]
+            fds = [script, tar, *fds]
+            self.process = bwrap_start(program, t.writable, self.uid, env, root, fds, options)
         channel = Pipes(self.process)
         if os.geteuid() == 0:                                      # or the agent cannot open /dev/stderr
             for fd in (channel.stdin, *channel.streams):
                 os.fchown(fd, self.uid, self.uid)
         return channel
-
-    def into_cgroup(self):
-        if not self.cgroup:
-            return []
-        return ["sh", "-c", 'echo $$ >"$0" && exec "$@"', self.cgroup + "/cgroup.procs"]
 
     def init(self):
         """Process 1's pid out here; a descriptor of it is kept, since numbers are used again."""
@@ -874,18 +891,16 @@ class Bwrap:
         self.process.wait()
         if self.killed or self.process.returncode == 143:          # 143: INIT's own answer to TERM
             return SandboxKilled(self.killed or "the agent ended process 1")
-        if self.cgroup and oom_kills(self.cgroup):
-            return SandboxKilled(f"its memory limit of {self.memory >> 20} MB")
         code = self.process.returncode
         return InfraError(f"the sandbox ended from outside (exit code {code}) {last_words}")
 
-    def grader(self, nonce, size):
+    def grader(self, nonce, tests):
         """New mount and PID namespaces over the same folders, in the same network: services answer, nobody
         reaches in. The unshare is there because bwrap looks itself up in /proc."""
         t, init = self.template, f"/proc/{self.init()}"
         with open(f"{init}/ns/net") as net:
             owner = fcntl.ioctl(net.fileno(), 0xB701)              # NS_GET_USERNS: the one that owns it all
-        argv = [*self.into_cgroup(), *as_nobody(self.uid), "nsenter", "--preserve-credentials",
+        argv = [*as_nobody(self.uid), "nsenter", "--preserve-credentials",
                 f"--user=/proc/self/fd/{owner}", f"--mount={init}/ns/mnt", f"--net={init}/ns/net",
                 "--", "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
                 "bwrap", "--unshare-pid", "--unshare-ipc", "--as-pid-1", "--die-with-parent", "--new-session",
@@ -894,11 +909,14 @@ class Bwrap:
             argv += ["--bind", path, path]
         for path in ("/tests", "/logs/verifier", "/root", "/run"):
             argv += tmpfs(path, "0700")
-        argv += ["--remount-ro", "/", "--", *BASH, GRADER, run_label(), str(size), t.workdir, nonce,
-                 f"ulimit -u {2 * PROCESSES}", ""]
         env = {"LANG": "C.UTF-8", "TERM": "dumb", **t.env, "PATH": PATH, "USER": "root"}
         try:
-            self.verifier = spawn(argv, env=env, pass_fds=[owner])
+            few = {"tests/" + path: item for path, item in tests.items()} if len(tests) <= FEW else {}
+            with placed(few) as (options, fds), file_of(b"" if few else make_tar(tests)) as tar:
+                unpack = "" if few else f"tar -xof - -C /tests <&{tar}"
+                argv += [*options, "--remount-ro", "/", "--", *BASH, GRADER, run_label(), unpack, t.workdir, nonce,
+                         f"ulimit -u {2 * PROCESSES}", ""]
+                self.verifier = spawn(argv, env=env, pass_fds=[owner, tar, *fds])
         finally:
             os.close(owner)
         return Pipes(self.verifier)
@@ -916,8 +934,6 @@ class Bwrap:
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
-        if self.cgroup:
-            remove_cgroup(self.cgroup)
 
 
 @functools.lru_cache(None)
@@ -944,9 +960,13 @@ def end_process(process):
     process.wait()
 
 
+FEW = 32                                             # files that are handed over one by one, without a tar
+
+
 class Template(NamedTuple):
     """What a Dockerfile makes of our base image under bubblewrap."""
-    tar: bytes                                       # concatenated archives, unpacked over /
+    tar: bytes                                       # unpacked over /: what RUN steps left, or many files
+    files: dict                                      # on top of that: the files of the last COPY steps
     env: dict
     workdir: str
     writable: list                                   # the private folders, a tmpfs each
@@ -1010,7 +1030,9 @@ def bwrap_template(task):
                 tops |= {name.split("/")[0] for name in archive.getnames()} - {"home"}
         elif word != "FROM":
             refuse(line)
-    return Template(tar + (make_tar(tree) if tree else b""), env, workdir, sorted("/" + top for top in tops))
+    if len(tree) > FEW:
+        tar, tree = tar + make_tar(tree), {}
+    return Template(tar, tree, env, workdir, sorted("/" + top for top in tops))
 
 
 def dockerfile_lines(text):
@@ -1198,6 +1220,7 @@ class Docker:
             api.start(self.container)
         if not api.has_quota:
             watch()
+        self.channel.outbox += SCRIPT + b"\0"
         return self.channel
 
     def interrupt(self):
@@ -1222,7 +1245,7 @@ class Docker:
         code = state.get("ExitCode")
         return InfraError(f"the container ended from outside (exit code {code}) {last_words}")
 
-    def grader(self, nonce, size):
+    def grader(self, nonce, tests):
         """As root, whom the agent's user cannot touch. /logs may be the image's own: it is made root's, not
         emptied. Other processes of root are a verifier's leavings, unless the agent is root."""
         sweep = ('for d in /proc/[0-9]*; do [[ -O $d && ${d#/proc/} != 1 && ${d#/proc/} != $$ ]] && '
@@ -1230,7 +1253,11 @@ class Docker:
         begin = ("[[ -d /logs && ! -L /logs ]] || rm -f /logs; rm -rf /tests /logs/verifier; mkdir -p /logs; "
                  "chown 0:0 /logs; chmod 755 /logs; mkdir -m 700 /tests /logs/verifier")
         self.tidy = sweep + "rm -rf /tests /logs/verifier"
-        return self.execute(GRADER, "grader", str(size), self.workdir, nonce, sweep + begin, self.tidy)
+        tar = make_tar(tests)
+        unpack = f"head -c {len(tar)} | tar -xof - -C /tests"
+        channel = self.execute(GRADER, "grader", unpack, self.workdir, nonce, sweep + begin, self.tidy)
+        channel.outbox += tar
+        return channel
 
     def execute(self, *program):
         with docker_errors("exec"):
@@ -1260,71 +1287,6 @@ class Docker:
 
 # ----------------------------------------------------------------------------------------------------- limits
 
-@functools.lru_cache(None)
-def cgroup_parent():
-    """A folder in which we may make memory cgroups, v1 or v2: our own or one above it; or None."""
-    with open("/proc/self/cgroup") as f:
-        ours = [line.strip().split(":", 2)[1:] for line in f]
-    for controllers, path in ours:
-        if controllers not in ("memory", ""):        # "" is v2
-            continue
-        parts = path.strip("/").split("/")
-        for above in ["/".join(["", *parts[:depth]]) for depth in range(len(parts), -1, -1)]:
-            folder = "/sys/fs/cgroup" + ("/memory" if controllers else "") + above
-            probe = f"{folder}/{run_label()}.probe"
-            try:
-                os.mkdir(probe)
-                usable = memory_file(probe)
-                os.rmdir(probe)
-            except OSError:
-                continue
-            if usable:
-                for name in os.listdir(folder):      # what a killed run has left
-                    if name.startswith("tmax-") and dead(name):
-                        remove_cgroup(f"{folder}/{name}")
-                return folder
-    return None
-
-
-def memory_file(cgroup):
-    files = (f"{cgroup}/{name}" for name in ("memory.max", "memory.limit_in_bytes"))
-    return next(filter(os.path.exists, files), None)
-
-
-cgroup_numbers = itertools.count()
-
-
-def make_cgroup(memory):
-    parent = cgroup_parent()
-    if not parent:
-        return None
-    cgroup = f"{parent}/{run_label()}.{next(cgroup_numbers)}"
-    os.mkdir(cgroup)
-    swap = {f"{cgroup}/memory.memsw.limit_in_bytes": memory, f"{cgroup}/memory.swap.max": 0}
-    for path, value in {memory_file(cgroup): memory, **swap}.items():
-        if os.path.exists(path):                     # not every kernel accounts for swap
-            with open(path, "w") as f:
-                f.write(str(value))
-    return cgroup
-
-
-def oom_kills(cgroup):
-    for name in ("memory.events", "memory.oom_control"):
-        with contextlib.suppress(OSError), open(f"{cgroup}/{name}") as f:
-            return int(re.search(r"^oom_kill (\d+)", f.read() + "\noom_kill 0", re.M)[1])
-    return 0
-
-
-def remove_cgroup(cgroup, leaving=set()):
-    """Its last processes may be on their way out still; then a later call removes it, or the next run."""
-    leaving.add(cgroup)
-    for folder in list(leaving):
-        with contextlib.suppress(OSError):
-            os.rmdir(folder)
-        if not os.path.exists(folder):
-            leaving.discard(folder)
-
-
 def memory_of(box):
     """Bytes under bubblewrap: the private pages of all processes, and what the tmpfs hold."""
     total, todo, page = 0, [box.init()], resource.getpagesize()
@@ -1342,21 +1304,34 @@ def memory_of(box):
     return total
 
 
-WATCH_S = .25
+WATCH_S = .1
+
+
+def available():
+    """Bytes of memory that the machine has left; 0 where there is no bubblewrap and nobody asks."""
+    if sys.platform != "linux":
+        return 0
+    with open("/proc/meminfo") as f:
+        return int(re.search(r"MemAvailable:\s+(\d+)", f.read())[1]) << 10
 
 
 def watch_forever():
+    before = 0
     for tick in itertools.count():
         time.sleep(WATCH_S)
-        boxes = list(live)
-        for box in boxes:
+        # Looking into every sandbox costs more than one look at the machine: if it has lost no memory to speak
+        # of, then no sandbox has taken any.
+        boxes, now = list(live), available()
+        look = now < before - (64 << 20) or tick % 20 == 0
+        before = now if look else max(now, before)
+        for box in boxes if look else ():
             with contextlib.suppress(OSError, AttributeError):     # only just starting, or gone
-                if isinstance(box, Bwrap) and not box.cgroup and memory_of(box) > box.memory:
+                if isinstance(box, Bwrap) and memory_of(box) > box.memory:
                     box.killed = f"its memory limit of {box.memory >> 20} MB"
                     box.kill()
         docker_boxes = {box.container: box for box in boxes if isinstance(box, Docker) and box.container}
         apis = {box.api for box in docker_boxes.values() if not box.api.has_quota}
-        for api in apis if tick % 20 == 0 else ():
+        for api in apis if tick % 50 == 0 else ():
             with contextlib.suppress(Exception):                   # the next round asks again
                 for found in api.containers(size=True, filters={"label": "tmax-run=" + run_label()}):
                     box = docker_boxes.get(found["Id"])
