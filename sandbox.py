@@ -15,9 +15,9 @@ TaskError the task's, AgentFault the agent's (reward 0, trained on).
 
 Left out: a terminal (PTY); under bubblewrap also the network, CPU limits, and any uid but the agent's.
 """
-import atexit, base64, collections, contextlib, fcntl, fnmatch, functools, hashlib, io, itertools, json, math
-import os, platform, posixpath, re, resource, secrets, select, shlex, signal, socket, subprocess, sys, tarfile
-import threading, time, warnings
+import atexit, base64, collections, contextlib, fcntl, fnmatch, functools, glob, hashlib, io, itertools, json, math
+import os, platform, posixpath, re, resource, secrets, select, shlex, shutil, signal, socket, subprocess, sys
+import tarfile, tempfile, threading, time, warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -744,17 +744,42 @@ spawner = ThreadPoolExecutor(1, "sandbox-spawner")
 uids = itertools.count(0x70000000)                                 # for root: host uids that nobody else has
 
 
+@functools.lru_cache(None)
+def etc_folder():
+    """A small /etc for all sandboxes of this run: one mount in each, where ten would be a good part of its start."""
+    folder = os.path.join(tempfile.gettempdir(), "etc-" + run_label())
+    os.makedirs(folder + "/ssl", exist_ok=True)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name, text in ETC.items():
+        with open(f"{folder}/{name}", "w") as f:
+            f.write(text)
+    for name in HOST_ETC:
+        source = "/etc/" + name
+        if os.path.isdir(source):
+            shutil.copytree(source, f"{folder}/{name}", symlinks=True, dirs_exist_ok=True)
+        elif os.path.exists(source):
+            shutil.copyfile(source, f"{folder}/{name}")
+    subprocess.run(["chmod", "-R", "u+rwX,go+rX,go-w", folder], check=True)
+    return folder
+
+
 def spawn(argv, **more):
-    """A process with three pipes. From one long-lived thread: --die-with-parent means the parent *thread*."""
-    return spawner.submit(subprocess.Popen, argv, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, **more).result()
+    """A process with three pipes. From one long-lived thread: --die-with-parent means the parent *thread*.
+    It yields to the model, which most often runs beside it and which everything waits for."""
+    def start():
+        process = subprocess.Popen(argv, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE, **more)
+        with contextlib.suppress(OSError):           # it has ended already
+            os.setpriority(os.PRIO_PROCESS, process.pid, 5)
+        return process
+    return spawner.submit(start).result()
 
 
 def as_nobody(uid):
     """If we are root: away with root's power over host files, before bwrap even starts."""
     if os.geteuid():
         return []
-    return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
+    return ["chroot", f"--userspec=+{uid}:+{uid}", "--groups=", "/"]  # half of what setpriv takes
 
 
 def mount_options(writable):
@@ -792,30 +817,17 @@ def placed(tree):
 
 def bwrap_start(program, writable, uid, env, root=False, fds=(), options=(), seal=True):
     """Starts a program in a fresh sandbox, as the agent's user or as a root without power."""
-    inner, etc = ("0" if root else "1000"), []
+    inner = "0" if root else "1000"
     argv = [*as_nobody(uid), "bwrap", "--unshare-all", "--as-pid-1", "--die-with-parent",
             "--new-session", "--hostname", "sandbox", "--uid", inner, "--gid", inner,
-            *mount_options(writable)]
-    argv += tmpfs("/etc", size=1 << 20) + ["--perms", "0755", "--dir", "/etc/ssl"]
-    try:
-        for name, text in ETC.items():
-            read, write = os.pipe()
-            etc.append(read)
-            with open(write, "w") as f:
-                f.write(text)
-            argv += ["--perms", "0644", "--file", str(read), "/etc/" + name]
-        for name in HOST_ETC:
-            argv += ["--ro-bind-try", "/etc/" + name, "/etc/" + name]
-        argv += tmpfs("/run") + tmpfs("/dev/shm", "1777")
-        for path in writable:
-            argv += tmpfs(path, "1777" if path == "/tmp" else "0755")
-        argv += options
-        for path in ("/etc", "/dev", "/")[:3 if seal else 2]:
-            argv += ["--remount-ro", path]
-        return spawn(argv + ["--", *program], env=env, pass_fds=[*etc, *fds])
-    finally:
-        for fd in etc:
-            os.close(fd)
+            *mount_options(writable), "--ro-bind", etc_folder(), "/etc"]
+    argv += tmpfs("/run") + tmpfs("/dev/shm", "1777")
+    for path in writable:
+        argv += tmpfs(path, "1777" if path == "/tmp" else "0755")
+    argv += options
+    for path in ("/dev", "/")[:2 if seal else 1]:
+        argv += ["--remount-ro", path]
+    return spawn(argv + ["--", *program], env=env, pass_fds=fds)
 
 
 def bwrap_works():
@@ -863,7 +875,7 @@ class Bwrap:
                  f"ulimit -d {self.memory >> 10}")
         root = user_of(self.task) == "root"
         env = {"PATH": PATH, "HOME": "/root" if root else "/home/user", "USER": user_of(self.task),
-               "SHELL": "/bin/bash", "LANG": "C.UTF-8", "TERM": "dumb", **t.env}
+               "SHELL": "/bin/bash", "LC_CTYPE": "C.UTF-8", "TERM": "dumb", **t.env}
         with file_of(SCRIPT) as script, file_of(t.tar) as tar, placed(t.files) as (options, fds):
             program = [*BOOT_FILE, run_label(), str(tar) if t.tar else "", t.workdir, setup, str(script)]
             fds = [script, tar, *fds]
@@ -909,7 +921,7 @@ class Bwrap:
             argv += ["--bind", path, path]
         for path in ("/tests", "/logs/verifier", "/root", "/run"):
             argv += tmpfs(path, "0700")
-        env = {"LANG": "C.UTF-8", "TERM": "dumb", **t.env, "PATH": PATH, "USER": "root"}
+        env = {"LC_CTYPE": "C.UTF-8", "TERM": "dumb", **t.env, "PATH": PATH, "USER": "root"}
         try:
             few = {"tests/" + path: item for path, item in tests.items()} if len(tests) <= FEW else {}
             with placed(few) as (options, fds), file_of(b"" if few else make_tar(tests)) as tar:
@@ -1386,6 +1398,9 @@ def dead(label):
 @functools.lru_cache(None)
 def reap_processes():
     """Once a run: kills what SIGKILLed runs have left. Never a living run's."""
+    for folder in glob.glob(tempfile.gettempdir() + "/etc-tmax-*"):
+        if dead(folder.rpartition("/etc-")[2]):
+            shutil.rmtree(folder, ignore_errors=True)
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             with open(f"/proc/{pid}/cmdline", errors="replace") as f:

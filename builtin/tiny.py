@@ -16,7 +16,9 @@ special. Three choices let so small a model learn from scratch in minutes on two
 
 import argparse
 import json
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -52,11 +54,12 @@ TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
+WORD = re.compile(r"[A-Za-z]{2,}")
 CONTROL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 
 
 def make_tokenizer(rollouts: list[dict], vocab_size: int):
-    """A byte-level BPE tokenizer: any text goes through it, the rollouts' words as one token each."""
+    """A byte-level BPE tokenizer of at most vocab_size tokens: any text goes through it, frequent words whole."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -66,18 +69,20 @@ def make_tokenizer(rollouts: list[dict], vocab_size: int):
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])
     bpe.decoder = decoders.ByteLevel()
-    texts = [text for r in rollouts for text in variable_texts(r["messages"])]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=CONTROL, show_progress=False,
+        vocab_size=256 + len(CONTROL), special_tokens=CONTROL, show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    bpe.train_from_iterator(texts, trainer)
+    bpe.train_from_iterator([], trainer)  # the bytes alone; the words follow, without the stumps of BPE's merges
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
     for unit in constant_units(tokenizer):  # those that hold control tokens are special: outputs cannot spell them
         tokenizer.add_tokens([AddedToken(unit, normalized=False, special="<|im_" in unit)])
+    counts = Counter(word for r in rollouts for text in variable_texts(r["messages"]) for word in WORD.findall(text))
+    words = [word for word, n in counts.most_common(vocab_size - len(tokenizer)) if n > 2]
+    tokenizer.add_tokens([AddedToken(word, normalized=False, single_word=True) for word in words])
     return tokenizer
 
 
