@@ -322,6 +322,10 @@ SCRIPT = f"worker={shlex.quote(WORKER)}\n{INIT}".encode()
 # How process 1 gets the script, which must not be seen in `ps`: from standard input, or, as bash reads that byte
 # by byte, from a file on descriptor $4 where there is one.
 BOOT = BASH + ['read -r -d ""; eval "$REPLY"']
+# The container is root's, since only then has its grader root's powers; the agent's shell gives them up first.
+BECOME = BASH + ['id "$0" >/dev/null || exit 67; type -P setpriv >/dev/null || exit 68; eval "export HOME=~$0"; '
+                 'chown "$0" /proc/self/fd/{0,1,2}; exec setpriv --reuid="$0" --regid="$(id -g "$0")" --init-groups -- "$@"']
+BECOME_FAILED = {67: "its Dockerfile must make the user", 68: "its image needs setpriv (util-linux)"}
 BOOT_FILE = BASH + ['. "/dev/fd/$4"; exit']
 
 # The grader, where the agent's processes cannot reach. $4 makes /tests and /logs/verifier, $5 clears up.
@@ -1205,9 +1209,10 @@ class Docker:
         env = {"TERM": "dumb"}
         if not any(pair.startswith(("LANG=", "LC_ALL=")) for pair in config.get("Env") or []):
             env["LANG"] = "C.UTF-8"
-        faults = [("executable file not found|no such file", "its image needs bash"),
-                  ("unable to find user|no users? found|no matching entries",
-                   "its Dockerfile must make that user")]
+        faults = [("executable file not found|no such file", "its image needs bash")]
+        program = [*BOOT, run_label(), "", self.workdir, ""]
+        if user_of(task) != "root":
+            program = [*BECOME, user_of(task), *program]
         with docker_errors(f"task {task['id']}, start", faults):
             from docker.types import LogConfig, Ulimit
             self.api = api = docker_api(self.host)
@@ -1223,8 +1228,8 @@ class Docker:
                 ulimits=[Ulimit(name=name, soft=soft, hard=hard) for name, (soft, hard) in ulimits.items()],
                 storage_opt={"size": f"{DISK_MB}m"} if api.has_quota else None)
             self.container = api.create_container(
-                tag, entrypoint=BOOT, command=[run_label(), "", self.workdir, ""], user=user_of(task),
-                stdin_open=True, environment=env, stop_signal="SIGKILL",  # TERM is how the agent ends it
+                tag, entrypoint=program, command=[], user="0", stdin_open=True,
+                environment=env, stop_signal="SIGKILL",  # TERM is how the agent ends it
                 working_dir="/", hostname="sandbox",
                 labels={"tmax-run": run_label()}, host_config=host_config)["Id"]
             streams = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
@@ -1255,6 +1260,8 @@ class Docker:
         if state.get("OOMKilled"):
             return SandboxKilled(f"its memory limit of {self.limits['memory_mb']} MB")
         code = state.get("ExitCode")
+        if code in BECOME_FAILED:
+            return TaskError(f"task {self.task['id']}, user {user_of(self.task)}: {BECOME_FAILED[code]}")
         return InfraError(f"the container ended from outside (exit code {code}) {last_words}")
 
     def grader(self, nonce, tests):
