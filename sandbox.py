@@ -882,7 +882,7 @@ class Bwrap:
                "SHELL": "/bin/bash", "LC_CTYPE": "C.UTF-8", "TERM": "dumb", **t.env}
         with file_of(SCRIPT) as script, file_of(t.tar) as tar, placed(t.files) as (options, fds):
             program = [*BOOT_FILE, run_label(), str(tar) if t.tar else "", t.workdir, setup, str(script)]
-            fds = [script, tar, *fds]
+            fds += [script, tar] if t.tar else [script]            # what nobody closes, the agent would inherit
             self.process = bwrap_start(program, t.writable, self.uid, env, root, fds, options)
         channel = Pipes(self.process)
         if os.geteuid() == 0:                                      # or the agent cannot open /dev/stderr
@@ -932,7 +932,7 @@ class Bwrap:
                 unpack = "" if few else f"tar -xof - -C /tests <&{tar}"
                 argv += [*options, "--remount-ro", "/", "--", *BASH, GRADER, run_label(), unpack, t.workdir, nonce,
                          f"ulimit -u {2 * PROCESSES}", ""]
-                self.verifier = spawn(argv, env=env, pass_fds=[owner, tar, *fds])
+                self.verifier = spawn(argv, env=env, pass_fds=[owner, *fds] if few else [owner, tar])
         finally:
             os.close(owner)
         return Pipes(self.verifier)

@@ -193,7 +193,7 @@ def test_descriptors_are_reset(box):
 def test_machinery_does_not_show(box):
     assert box.run("history").output == "" and box.run("declare -F").output == ""
     env = dict(line.split("=", 1) for line in box.run("env").output.splitlines())
-    assert set(env) <= {"PATH", "HOME", "USER", "SHELL", "LANG", "TERM", "PWD", "OLDPWD", "SHLVL", "_", "HOSTNAME", "container"}
+    assert set(env) <= {"PATH", "HOME", "USER", "SHELL", "LANG", "LC_CTYPE", "TERM", "PWD", "OLDPWD", "SHLVL", "_", "HOSTNAME", "container"}
     os.environ["TMAX_SECRET"] = "s"
     assert "TMAX_SECRET" not in env and env["PATH"] == sandbox.PATH and env["HOME"] == "/home/user"
     assert box.run("set -x").output == ""
