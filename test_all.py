@@ -349,7 +349,7 @@ PARENT = textwrap.dedent("""
     def live():
         s = sandbox.Sandbox({task!r}, {backend!r}).start()
         s.run("setsid sleep 4321 &")
-        print("up", flush=True)
+        sys.stdout.write("up\\n"); sys.stdout.flush()
         s.run("trap '' TERM INT HUP; sleep 1234")
     threads = [threading.Thread(target=live, daemon=True) for _ in range(3)]
     [t.start() for t in threads]
