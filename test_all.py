@@ -343,7 +343,8 @@ def test_memory_hog_ends_inside_its_limits(backend):
 # ------------------------------------------------------------------------------------------------ life
 
 PARENT = textwrap.dedent("""
-    import sys, threading, time
+    import signal, sys, threading, time
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever started us may ignore it
     sys.path.insert(0, {root!r})
     import sandbox
     def live():
