@@ -439,7 +439,7 @@ def train(args):
 
         rollouts = Rollouts(rollout.load_checked_tasks(args.tasks), play, args)
         eval_tasks = rollout.load_checked_tasks(args.eval_tasks) if args.eval_tasks else []
-        out.mkdir(parents=True, exist_ok=True)
+        refuse_used_folder(out)
         metrics_file, rollouts_file = JsonlWriter(out / "metrics.jsonl"), JsonlWriter(out / "rollouts.jsonl")
 
     policy = shard(model.train())
@@ -512,6 +512,13 @@ def train(args):
             print(step_line(metrics, args.steps), flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def refuse_used_folder(out: Path):
+    """Makes the folder of a run; ValueError if a run has written there already."""
+    out.mkdir(parents=True, exist_ok=True)
+    if (out / "metrics.jsonl").exists():
+        raise ValueError(f"{out} already holds a run; choose another --out, or move that one away")
 
 
 def make_samples(groups: list[list[dict]], mode: str) -> list[dict]:

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 import rollout
-from dppo import backward, clip_gradients, micro_batches, save_checkpoint, scatter, setup_ranks, shard
+from dppo import (backward, clip_gradients, micro_batches, refuse_used_folder, save_checkpoint, scatter,
+                  setup_ranks, shard)
 from sandbox import JsonlWriter, read_jsonl
 
 
@@ -88,7 +89,7 @@ def train(args):
         samples = load_samples(args, chat)
         order = np.random.default_rng(args.seed)
         steps_an_epoch = -(-len(samples) // args.batch_size)
-        out.mkdir(parents=True, exist_ok=True)
+        refuse_used_folder(out)
         metrics_file = JsonlWriter(out / "metrics.jsonl")
     steps_an_epoch = scatter([steps_an_epoch] * world if rank == 0 else None)
     steps = round(args.epochs * steps_an_epoch)
