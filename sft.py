@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import rollout
-from dppo import (backward, clip_gradients, micro_batches, refuse_used_folder, save_checkpoint, scatter,
-                  setup_ranks, shard)
+from dppo import (backward, clip_gradients, gather, micro_batches, refuse_used_folder, save_checkpoint,
+                  scatter, setup_ranks, shard)
 from sandbox import JsonlWriter, read_jsonl
 
 
@@ -123,8 +123,9 @@ def train(args):
         optimizer.zero_grad()
         lr = schedule.get_last_lr()[0]
         schedule.step()
-        loss_sum = sum_over_ranks(loss_sum)
+        shares = gather(loss_sum)
         if rank == 0:
+            loss_sum = sum(shares)
             tokens, seconds = sum(len(s["ids"]) for s in batch), time.perf_counter() - started
             metrics = {"step": step, "loss": loss_sum, "lr": lr, "grad_norm": grad_norm, "tokens": tokens}
             metrics |= {"train_s": seconds, "train_tokens_per_s": tokens / seconds}
@@ -135,14 +136,6 @@ def train(args):
     save_checkpoint(policy, chat.tokenizer, out / "last")
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def sum_over_ranks(value: float) -> float:
-    if not dist.is_initialized():
-        return value
-    total = torch.tensor(value)
-    dist.all_reduce(total)
-    return float(total)
 
 
 def main():

@@ -1211,12 +1211,7 @@ def hermes(folders):
 
 @pytest.fixture(scope="session")
 def bwrap():
-    try:
-        return sandbox.resolve_backend("bwrap")
-    except InfraError as e:
-        if os.environ.get("REQUIRE_BACKENDS"):
-            raise
-        pytest.skip(str(e))
+    return need("bwrap")
 
 
 REWARD_DONE = "grep -qx done /app/done.txt && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"
