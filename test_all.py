@@ -2416,6 +2416,13 @@ def ok(message):
     return 200, {}, message
 
 
+def no_sleep(monkeypatch) -> list[float]:
+    """rollout.py's own sleeps are noted instead; other modules' threads, which share `time`, sleep as ever."""
+    slept = []
+    monkeypatch.setattr(rollout, "time", SimpleNamespace(**{**vars(time), "sleep": slept.append}))
+    return slept
+
+
 def test_an_episode_through_a_chat_endpoint(bwrap, endpoint, tmp_path, capsys, monkeypatch):
     """Text without a call, a busy server, thinking, two calls, the submission; and what was sent for it."""
     endpoint.script = [ok({"role": "assistant", "content": "Let me think."}),
@@ -2451,8 +2458,7 @@ def test_an_episode_through_a_chat_endpoint(bwrap, endpoint, tmp_path, capsys, m
     ([(429, {"Retry-After": "99999"}, {}), ok(text_turn())], [60]), ([(408, {}, {}), ok(text_turn())], [2]),
 ])
 def test_passing_troubles_of_an_endpoint_are_waited_out(endpoint, script, waits, monkeypatch):
-    slept = []
-    monkeypatch.setattr(rollout.time, "sleep", slept.append)
+    slept = no_sleep(monkeypatch)
     endpoint.script = script
     engine = rollout.ChatEngine(endpoint.url, "m")
     assert engine.complete(MESSAGES, 10, 0, Sampling()) == (text_turn(), False)
@@ -2468,7 +2474,7 @@ def test_passing_troubles_of_an_endpoint_are_waited_out(endpoint, script, waits,
 ])
 def test_lasting_troubles_of_an_endpoint_are_infra_errors_with_the_reason(endpoint, script, tries, reason,
     monkeypatch):
-    monkeypatch.setattr(rollout.time, "sleep", lambda seconds: None)
+    no_sleep(monkeypatch)
     endpoint.script = script
     with pytest.raises(InfraError, match=reason):
         rollout.ChatEngine(endpoint.url, "m").complete(MESSAGES, 10, 0, Sampling())
@@ -2476,7 +2482,7 @@ def test_lasting_troubles_of_an_endpoint_are_infra_errors_with_the_reason(endpoi
 
 
 def test_no_endpoint_is_an_infra_error(monkeypatch):
-    monkeypatch.setattr(rollout.time, "sleep", lambda seconds: None)
+    no_sleep(monkeypatch)
     with pytest.raises(InfraError, match="127.0.0.1:9"):
         rollout.ChatEngine("http://127.0.0.1:9/v1", "m").complete(MESSAGES, 10, 0, Sampling())
 
