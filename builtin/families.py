@@ -46,7 +46,8 @@ DOCKERFILE = "FROM tmax-base:core\nWORKDIR /app\nCOPY --chown=user:user . /app/\
 LIMITS = {"agent_s": 120, "verifier_s": 30, "command_s": 10, "memory_mb": 512}
 
 # ------------------------------------------------------------------------------------------------------------
-# Grading: every tests/test.sh is this head (pure bash and coreutils: about 10 ms) and the family's check.
+# Grading: every tests/test.sh is this head and the family's check, in bash's builtins where they can do it: a
+# program started is 2 ms, and RL grades some hundred sandboxes a step.
 
 TEST_HEAD = r"""#!/bin/bash
 cd /app || exit
@@ -57,8 +58,11 @@ reward() {  # reward K N: K of N points, where anything short of all is below 1
 }
 
 # exact_text, with its conditions on the files
-text() { [ -f "$1" ] && head -c 9999 -- "$1"; }     # an agent may leave a pipe or a gigabyte there
-is() { [ -f "$1" ] && [ "$(text "$1")" = "$2" ]; }
+text() {    # an agent may leave a pipe or a gigabyte there
+    [ -f "$1" ] && ! IFS= read -r -d '' -n 9999 < "$1" || { REPLY=; return 1; }
+    REPLY=${REPLY%"${REPLY##*[!$'\n']}"}
+}
+is() { text "$1" && [ "$REPLY" = "$2" ]; }
 gone() { [ ! -e "$1" ] && [ ! -L "$1" ]; }
 moved() { gone "$1" && is "$2" "$3"; }
 mode() { [ "$(stat -c %a -- "$1")" = "$2" ]; }
@@ -66,15 +70,18 @@ packs() { [ -f "$1" ] && [ "$(tar -tf "$1" | sort | head -c 9999)" = "$2" ]; }
 
 # metric_threshold: the metric over its threshold .95, so 1 from there on and a fraction below
 near() {    # near FILE N: the smaller of the file's number and N, over the larger
-    local got=$(text "$1")
+    local got
+    text "$1"; got=$REPLY
     [[ $got =~ ^[0-9]{1,6}$ ]] || return
     got=$((10#$got))
     if (( got < $2 )); then reward $((100 * got)) $((95 * $2)); else reward $((100 * $2)) $((95 * got)); fi
 }
 f1() {      # f1 FILE LINES: F1 of the file's lines against the wanted ones
-    local got=$(text "$1")
+    text "$1"
+    local got=$REPLY lines
+    mapfile -t lines <<< "$got"$'\n'"$2"
     local hits=$(comm -12 <(sort <<< "$got") <(sort <<< "$2") | wc -l)
-    reward $((200 * hits)) $((95 * ($(wc -l <<< "$got") + $(wc -l <<< "$2"))))
+    reward $((200 * hits)) $((95 * ${#lines[@]}))
 }
 
 # adversarial_corpus: the share of bad items caught or of good items kept, whichever is smaller
