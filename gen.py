@@ -78,9 +78,9 @@ BASES = Path(__file__).with_name("Dockerfile.base")
 
 
 def base_stages():
-    """{stage: a Dockerfile of it and the stages that it stands on}, in the order of Dockerfile.base. Docker's API
-    builds whatever stands above a stage in its file, needed or not, so each gets a file of its own; equal text
-    gives equal layers, which are built once."""
+    """{stage: a Dockerfile of it and the stages that it stands on}, in the order of Dockerfile.base. Docker's
+    API builds whatever stands above a stage in its file, needed or not, so each gets a file of its own; equal
+    text gives equal layers, which are built once."""
     head, *parts = re.split(r"(?m)^(?=FROM )", BASES.read_text())
     stages = {}
     for part in parts:
@@ -90,7 +90,7 @@ def base_stages():
 
 
 def build_base(stage, dockerfile, host):
-    """Builds and tags one stage on one host; (bytes of the image, seconds). InfraError holds the log's end."""
+    """Builds and tags one stage on one host: (bytes of the image, seconds). InfraError says why it fails."""
     start, log = time.monotonic(), ""
     with docker_errors(f"tmax-base:{stage}"):
         api = docker_api(host)
@@ -105,7 +105,7 @@ def build_base(stage, dockerfile, host):
 def bases(args):
     stages = base_stages()
     if unknown := [name for name in args.domain or () if name not in stages]:
-        sys.exit(f"gen.py bases: no stage {', '.join(unknown)} in Dockerfile.base; there are {', '.join(stages)}")
+        sys.exit(f"gen.py bases: Dockerfile.base has no {', '.join(unknown)}; it has {', '.join(stages)}")
     try:
         for host in docker_hosts():
             for stage in [name for name in stages if not args.domain or name in args.domain]:
@@ -132,7 +132,8 @@ def main():
     p.set_defaults(run=builtin)
 
     p = commands.add_parser("bases", help="build and tag the base images, tmax-base:<domain>")
-    p.add_argument("--domain", action="append", help="only this one, or core, tools, fixtures; may be repeated")
+    p.add_argument("--domain", action="append",
+                   help="only this one (or core, tools, fixtures); may be repeated")
     p.set_defaults(run=bases)
 
     args = parser.parse_args()

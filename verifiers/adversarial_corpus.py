@@ -1,16 +1,16 @@
 """adversarial_corpus: the agent's filter must reject every malicious item and keep every benign one.
 
 verifier.json declares
-    command      the agent's filter; {file} stands for the item's path. Its exit code is the verdict: 0 keeps the
-                 item, 1 rejects it. Any other code, or no end within the time, is wrong either way.
+    command      the agent's filter; {file} stands for the item's path. Its exit code is the verdict: 0 keeps
+                 the item, 1 rejects it. Any other code, or no end within the time, is wrong either way.
     malicious    the items to reject, at least one: each a text, or {"file": name} for a file among the tests
     benign       the items to keep, likewise
     suffix       of the items' names, e.g. ".html" (optional, none)
     timeout_s    for one item (optional, 5)
 
-The reward is the share rejected of the malicious plus the share kept of the benign minus 1, and never below 0: a
-filter that says the same of everything earns 0. Items come in random order under random names. After three items in
-a row that ran out of time, the rest is not tried.
+The reward is the share rejected of the malicious plus the share kept of the benign minus 1, and never below
+0: a filter that says the same of everything earns 0. Items come in random order under random names. After
+three items in a row that ran out of time, the rest is not tried.
 
     {"command": "python3 /app/filter.py {file}", "suffix": ".html",
      "malicious": ["<img src=x onerror=alert(1)>", {"file": "evil2.html"}], "benign": ["<b>hello</b>"]}
@@ -22,6 +22,8 @@ import shutil
 import tempfile
 
 from harness import content, declaration, is_command, is_content, is_count, run, write_reward
+
+VERDICTS = {0: "kept", 1: "rejected"}
 
 
 def is_corpus(value):
@@ -41,7 +43,7 @@ def main():
     for kind, i, data in items:
         if late == 3:
             break
-        folder = tempfile.mkdtemp()     # the agent may read what is in there, and only the grader may write it
+        folder = tempfile.mkdtemp()     # for the agent to read, for the grader to write
         os.chmod(folder, 0o755)
         path = f"{folder}/{chance.getrandbits(64):x}{declared['suffix']}"
         with open(path, "wb") as file:
@@ -53,8 +55,7 @@ def main():
         good = got.code == (1 if kind == "malicious" else 0)
         right[kind] += good
         if not good:
-            print(f"{kind}[{i}]: {'no verdict' if got.code not in (0, 1) else 'kept' if got.code == 0 else 'rejected'}"
-                  f" (exit code {got.code})")
+            print(f"{kind}[{i}]: {VERDICTS.get(got.code, 'no verdict')} (exit code {got.code})")
     rejected, kept = (right[kind] / len(declared[kind]) for kind in right)
     print(f"rejected {right['malicious']} of {len(declared['malicious'])} malicious items, "
           f"kept {right['benign']} of {len(declared['benign'])} benign ones")

@@ -1,11 +1,11 @@
 """exact_text: files that the agent must write, compared with what they should hold. 1.0 if all agree, else 0.
 
 verifier.json declares
-    files    {path: expected}, at least one; the path is absolute, or below the working directory of the image.
+    files    {path: expected}, at least one; the path is absolute, or below the image's working directory.
              Expected is a text, or {"file": name} for a file among the tests.
 
-White space at the end of a file does not count; everything before it must agree byte for byte. A file is read as
-the agent would read it, up to 1 MB.
+White space at the end of a file does not count; everything before it must agree byte for byte. A file is read
+as the agent would read it, up to 1 MB.
 
     {"files": {"/app/answer.txt": "42", "/app/report.csv": {"file": "report.csv"}}}
 """

@@ -1,10 +1,11 @@
 """What the verifiers share; it is copied into a task's tests beside them, as /tests/harness.py.
 
-A verifier knows the answers and writes the reward, so nothing of the agent's may run with its powers. What the
-agent has left is started as the agent, in a place that has neither /tests nor /logs, within a time and a size:
+A verifier knows the answers and writes the reward, so nothing of the agent's may run with its powers. What
+the agent has left is started as the agent, in a place that has neither /tests nor /logs, within a time and a
+size:
 
-    run("python3 /app/solve.py", stdin=b"3 4\\n", timeout=5)    Run(code, out, err, seconds) of a program of the agent's
-    read("/app/out.txt")                                       the bytes of a file of the agent's, or None
+    run("python3 /app/solve.py", stdin=b"3 4", timeout=5)  Run(code, out, err, seconds) of the agent's program
+    read("/app/out.txt")                                   the bytes of the agent's file, or None
 
 In Docker the grader is root and its programs change to the user `user`, who cannot open either folder. Under
 bubblewrap the grader has no other user to change to: each program gets a bubblewrap of its own in there, with
@@ -32,7 +33,7 @@ WORKDIR = os.getcwd()                   # the image's: what a relative path in t
 
 
 class Run(NamedTuple):
-    code: int                           # 128 + n for a signal n; None if it was stopped for its time or its flood
+    code: int                           # 128 + n for signal n; None if stopped for its time or its output
     out: bytes
     err: bytes
     seconds: float
@@ -87,7 +88,9 @@ def is_command(value):
 
 def is_content(value):
     """Text as it is, or {"file": a file of the tests}."""
-    return isinstance(value, str) or isinstance(value, dict) and list(value) == ["file"] and is_text(value["file"])
+    if isinstance(value, dict):
+        return list(value) == ["file"] and is_text(value["file"])
+    return isinstance(value, str)
 
 
 def content(value):
@@ -114,19 +117,19 @@ def write_reward(value, met):
     print(f"reward {value:.3f}")
 
 
-# ------------------------------------------------------------------------------------------------ the agent's side
+# ------------------------------------------------------------------------------------------- the agent's side
 
 def run(command, stdin=b"", timeout=10, limit=OUTPUT):
-    """Runs a program of the agent's (a text in shell quoting, or a list of words) as the agent. It and all that it
-    has started are ended when it exits, after `timeout` seconds, or past `limit` bytes of output."""
+    """Runs a program of the agent's (a text in shell quoting, or a list of words) as the agent. It and all
+    that it has started are ended when it exits, after `timeout` seconds, or past `limit` bytes of output."""
     result = collect(*as_agent(command), stdin, timeout, limit)
     end_descendants()
     return result
 
 
 def read(path, limit=OUTPUT):
-    """The first `limit` bytes of a file of the agent's, as the agent sees it: a link to an answer leads nowhere,
-    a pipe ends after a second. None where there is no such file."""
+    """The first `limit` bytes of a file of the agent's, as the agent sees it: a link to an answer leads
+    nowhere, a pipe ends after a second. None where there is no such file."""
     got = collect(*as_agent(["head", "-c", str(limit), "--", path]), b"", 1, limit)
     return got.out if got.code == 0 else None
 
@@ -176,7 +179,8 @@ def agents_place():
 
 def spawn(argv, more, stdin, stdout, stderr):
     try:
-        return subprocess.Popen(argv, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True, **more)
+        return subprocess.Popen(argv, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True,
+                                **more)
     except OSError as e:                # not the agent's program, which a shell starts
         refuse(f"{argv[0]}: {e.strerror}")
 
@@ -221,8 +225,8 @@ def collect(argv, more, stdin, timeout, limit):
                time.monotonic() - begin)
 
 
-# Orphans become this process's children instead of process 1's, so that all of them can be found and ended. Other
-# processes of the agent's go on: its services must answer.
+# Orphans become this process's children instead of process 1's, so that all of them can be found and ended.
+# Other processes of the agent's go on: its services must answer.
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)              # PR_SET_CHILD_SUBREAPER
 
 

@@ -1,29 +1,30 @@
-"""multi_protocol: services of the agent's answer requests on this machine's loopback. The share of checks that pass.
+"""multi_protocol: services of the agent's answer requests on this machine's loopback. The share of checks
+that pass.
 
 verifier.json declares
-    checks       at least one, tried in this order; each has a protocol, a port, and the fields of its protocol:
+    checks       at least one, tried in this order; each has a protocol, a port, and its protocol's fields:
       http       path ("/"); optional method ("GET"), headers {name: value}, body, status (200), expect
       tcp        send (a text, may be ""); expect
       smtp       from, to, body; optional accept (true: the mail must be taken; false: it must be refused),
                  mailbox: a file of the agent's in which the body must stand within two seconds
-      grpc       method ("/package.Service/Method", unary), request and expect: {field number: text, whole number or
-                 another such object}; the answer must hold expect's fields
-    start        a program of the agent's that starts its services, run before the checks (optional: without it
-                 only what the agent has left running answers)
+      grpc       method ("/package.Service/Method", unary), request and expect: {field number: text, whole
+                 number or another such object}; the answer must hold expect's fields
+    start        a program of the agent's that starts its services, run before the checks (optional: without
+                 it only what the agent has left running answers)
     wait_s       how long a port may take until it is open (optional, 10)
     timeout_s    for one check (optional, 5)
 
-expect is a text that the answer must contain. {nonce} anywhere in a check stands for a word that is new each time,
-so that no canned answer passes. Services see neither /tests nor the reward. grpc needs python3-grpcio, which all base
-images but core have.
+expect is a text that the answer must contain. {nonce} anywhere in a check stands for a word that is new each
+time, so that no canned answer passes. Services see neither /tests nor the reward. grpc needs python3-grpcio,
+which all base images but core have.
 
     {"start": "bash /app/start.sh",
      "checks": [{"protocol": "http", "port": 8080, "path": "/echo?q={nonce}", "expect": "{nonce}"},
                 {"protocol": "tcp", "port": 7000, "send": "PING {nonce}\\n", "expect": "PONG {nonce}"},
                 {"protocol": "smtp", "port": 2525, "from": "a@x.org", "to": "b@x.org", "body": "hi {nonce}",
                  "mailbox": "/app/mail/b"},
-                {"protocol": "grpc", "port": 50051, "method": "/demo.Greeter/Hello", "request": {"1": "Ada {nonce}"},
-                 "expect": {"1": "Hello Ada {nonce}"}}]}
+                {"protocol": "grpc", "port": 50051, "method": "/demo.Greeter/Hello",
+                 "request": {"1": "Ada {nonce}"}, "expect": {"1": "Hello Ada {nonce}"}}]}
 """
 import http.client
 import importlib.util
@@ -32,13 +33,15 @@ import os
 import secrets
 import smtplib
 import socket
+import sys
 import threading
 import time
 
-from harness import OUTPUT, declaration, end_descendants, is_command, is_count, is_text, read, refuse, start, write_reward
+from harness import (OUTPUT, declaration, end_descendants, is_command, is_count, is_text, read, refuse, start,
+                     write_reward)
 
 
-# ------------------------------------------------------------------------------------------ one check a protocol
+# --------------------------------------------------------------------------------------- one check a protocol
 # Each gets its check and returns None, or says what is wrong. What it raises is wrong too.
 
 def check_http(check, timeout):
@@ -97,7 +100,8 @@ def lacks(got, expected):
     return f"the answer does not contain {expected!r}: {got[:200]!r}"
 
 
-# Protobuf's wire format, as far as texts, whole numbers and messages go: a tag (field * 8 + kind), then the value.
+# Protobuf's wire format, as far as texts, whole numbers and messages go: a tag (field * 8 + kind), then the
+# value.
 
 def varint(number):
     number &= (1 << 64) - 1
@@ -148,7 +152,7 @@ def holds(got, wanted):
     return (got or b"") == wanted.encode()
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 def is_string(value):
     return isinstance(value, str)
@@ -156,7 +160,8 @@ def is_string(value):
 
 def is_message(value):
     return isinstance(value, dict) and all(
-        field.isdigit() and (type(item) is int or is_string(item) or is_message(item)) for field, item in value.items())
+        field.isdigit() and (type(item) is int or is_string(item) or is_message(item))
+        for field, item in value.items())
 
 
 def is_headers(value):
@@ -169,9 +174,11 @@ def is_bool(value):
 
 PROTOCOLS = {                           # its check, the fields it needs, those it may have
     "http": (check_http, {"path": is_text},
-             {"method": is_text, "headers": is_headers, "body": is_string, "status": is_count, "expect": is_string}),
+             {"method": is_text, "headers": is_headers, "body": is_string, "status": is_count,
+              "expect": is_string}),
     "tcp": (check_tcp, {"send": is_string, "expect": is_text}, {}),
-    "smtp": (check_smtp, {"from": is_text, "to": is_text, "body": is_text}, {"accept": is_bool, "mailbox": is_text}),
+    "smtp": (check_smtp, {"from": is_text, "to": is_text, "body": is_text},
+             {"accept": is_bool, "mailbox": is_text}),
     "grpc": (check_grpc, {"method": is_text, "request": is_message, "expect": is_message}, {}),
 }
 
@@ -205,8 +212,8 @@ def opens(port, deadline):
 
 
 def attempt(check, timeout):
-    """What is wrong with the answer, or None. A service that drips or hangs loses at the deadline: the thread that
-    waits for it is left behind."""
+    """What is wrong with the answer, or None. A service that drips or hangs loses at the deadline: the thread
+    that waits for it is left behind."""
     said = [f"no answer within {timeout} s"]
 
     def ask():
@@ -222,8 +229,9 @@ def attempt(check, timeout):
 
 
 def main():
-    declared = declaration({"checks": lambda value: isinstance(value, list) and value != []},
-                           {"start": (is_command, None), "wait_s": (is_count, 10), "timeout_s": (is_count, 5)})
+    declared = declaration(
+        {"checks": lambda value: isinstance(value, list) and value != []},
+        {"start": (is_command, None), "wait_s": (is_count, 10), "timeout_s": (is_count, 5)})
     checks = declared["checks"]
     for i, check in enumerate(checks):
         examine(i, check)
@@ -241,6 +249,7 @@ def main():
     print(f"{passed} of {len(checks)} checks passed")
     write_reward(passed / len(checks), passed == len(checks))
     end_descendants()
+    sys.stdout.flush()
     os._exit(0)                         # past the threads that still wait
 
 
