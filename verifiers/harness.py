@@ -135,9 +135,10 @@ def read(path, limit=OUTPUT):
 
 
 def start(command):
-    """Starts a service of the agent's, which lives until end_descendants()."""
-    argv, more = as_agent(command)
-    return spawn(argv, more, *[subprocess.DEVNULL] * 3)
+    """Starts services of the agent's. They live until end_descendants(), also when what has started them ends:
+    a bubblewrap would take them along, so something waits in there."""
+    argv, more = as_agent(["sh", "-c", '"$@"; exec sleep infinity', "sh", *shlex.split(command)])
+    spawn(argv, more, *[subprocess.DEVNULL] * 3)
 
 
 def trusted(command, stdin=b"", timeout=60):

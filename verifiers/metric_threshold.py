@@ -8,8 +8,8 @@ verifier.json declares
     baseline     the metric of a worthless solution, which earns 0; in between, the reward is linear
     timeout_s    for the whole command (optional, 120)
 
-The command knows the answers and runs with the grader's powers. So it must not import or run what the agent has
-written; it asks /tests/harness.py, which lies beside it:
+The command knows the answers and runs with the grader's powers. So it must not import or run what the agent
+has written; it asks /tests/harness.py, which lies beside it:
     from harness import read, run
     read("/app/out.csv")                                bytes of the agent's file, or None if there is none
     run("python3 /app/fit.py", stdin=b"...", timeout=9) Run(code, out, err, seconds) of the agent's program;
