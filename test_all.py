@@ -5,8 +5,8 @@
 
 A missing Docker or Podman skips its tests, unless REQUIRE_BACKENDS is set, as .ci/run does: then they fail.
 """
-import ast, base64, collections, concurrent.futures, glob, http.server, inspect, itertools, json, math, os, re, resource, signal
-import subprocess, sys, textwrap, threading, time
+import ast, base64, collections, concurrent.futures, glob, http.server, inspect, io, itertools, json, math, os, re, resource, signal
+import subprocess, sys, tarfile, textwrap, threading, time, zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -3197,7 +3197,22 @@ def test_plot_of_what_is_no_run_says_so(metrics, tmp_path, capsys, monkeypatch):
     assert str(code).startswith("eval.py: ") and "metrics.jsonl" in code
 
 
-# ================================================================================================ verifiers/
+# ================================================================================================ fixtures/, verifiers/, bases
+
+@pytest.fixture(scope="module")
+def domain():
+    """The domain whose base image these tests use; it has to be there, like its fixtures stage."""
+    need("docker")
+    api, missing = sandbox.docker_api(docker_hosts()[0]), []
+    for name in ("fixtures", "data_processing"):
+        if not api.images(f"tmax-base:{name}"):
+            missing.append(f"--domain {name}")
+    if missing and not os.environ.get("REQUIRE_BACKENDS"):
+        pytest.skip(f"first: python gen.py bases {' '.join(missing)}")
+    return "data_processing"
+
+
+# ------------------------------------------------------------------------------------------------ verifiers
 
 def verifier_task(kind, declared, tests=None, files=None, limits=None, **more):
     """A task as gen.py writes them, with a verifier of this kind."""
@@ -3436,10 +3451,10 @@ CHECKS = [
 
 
 def test_multi_protocol_counts_checks(backend):
-    task = verifier_task("multi_protocol", {"checks": CHECKS, "wait_s": 2}, files={"server.py": SERVER})
+    task = verifier_task("multi_protocol", {"checks": CHECKS, "wait_s": 1}, files={"server.py": SERVER})
     assert rewards(backend, task, "python3 server.py web &", "python3 server.py line &",
                    "python3 server.py mail &") == pytest.approx([0, 3 / 6, 4 / 6, 1])
-    started = verifier_task("multi_protocol", {"checks": CHECKS, "start": "bash up.sh"}, files={"server.py": SERVER})
+    started = verifier_task("multi_protocol", {"checks": CHECKS, "start": "bash up.sh", "wait_s": 3}, files={"server.py": SERVER})
     assert rewards(backend, started, "echo 'python3 server.py web mail &' >up.sh",
                    "echo 'python3 server.py web line mail' >up.sh", "echo 'exit 1' >up.sh") == pytest.approx([0, 5 / 6, 1, 0])
 
@@ -3476,12 +3491,12 @@ server.wait_for_termination()
 """
 
 
-def test_multi_protocol_speaks_grpc(domain_image):
+def test_multi_protocol_speaks_grpc(domain):
     check = {"protocol": "grpc", "port": 50051, "method": "/demo.Greeter/Hello", "request": {"1": "Ada {nonce}"},
              "expect": {"1": "Hello Ada {nonce}", "2": 7}}
     wrong = [check | {"method": "/demo.Greeter/Bye"}, check | {"expect": {"1": "Hello"}}, check | {"expect": {"2": 8}}]
     task = verifier_task("multi_protocol", {"checks": [check, *wrong], "wait_s": 1}, files={"greeter.py": GREETER},
-                         dockerfile=DOCKERFILE.replace("core", domain_image))
+                         dockerfile=DOCKERFILE.replace("core", domain))
     assert rewards("docker", task, "python3 greeter.py >log 2>&1 & sleep 2") == [0, 1 / 4]
 
 
@@ -3521,3 +3536,222 @@ def test_a_bad_declaration_gives_no_reward(backend):
         with pytest.raises(TaskError, match="no valid reward even on the untouched task: the verifier wrote no reward"):
             s.grade()
         assert "verifier.json: there is no test file 'none'" in s._verify()[2]
+
+
+# ------------------------------------------------------------------------------------------------ fixtures
+
+LEGACY = r"""
+#include <stdio.h>
+#include <string.h>
+/* a comment that nobody reads: rot-thirteen-and-a-half */
+static unsigned mix_of_the_ancients(const char *s) {
+    unsigned h = 40503;
+    while (*s) h = h * 31 + (unsigned char)*s++;
+    return h % 99991;
+}
+int main(int argc, char **argv) {
+    const unsigned char key[] = {'m' ^ 90, 'e' ^ 90, 'l' ^ 90, 'o' ^ 90, 'n' ^ 90, 'y' ^ 90};
+    char plain[7] = {0};
+    for (int i = 0; i < 6; i++) plain[i] = key[i] ^ (90 + argc - 2);
+    if (argc != 2) return 2;
+    printf(strcmp(argv[1], plain) ? "%u\n" : "open\n", mix_of_the_ancients(argv[1]));
+}
+"""
+TALLY = {
+    "tally.c": '#include "tally.h"\ndouble mean(const int *x, int n) {\n    double sum = 0;\n    for (int i = 0; i < n; i++) sum += x[i];\n'
+               '    return sum / n;\n}\n',
+    "tally.h": "double mean(const int *x, int n);\n",
+    "check.c": '#include "tally.h"\n#include <stdio.h>\nint main(void) { int x[] = {1, 2}; printf("%.2f\\n", mean(x, 2)); return mean(x, 2) != 1.5; }\n',
+    "Makefile": "test: check\n\t./check\ncheck: check.c tally.c tally.h\n\t$(CC) -o $@ check.c tally.c\n"}
+STORE = ("import http.server\nclass H(http.server.BaseHTTPRequestHandler):\n    def do_GET(self):\n        self.send_response(200); self.end_headers()\n"
+         "        self.wfile.write(b'forty-two')\nhttp.server.HTTPServer(('127.0.0.1', 7001), H).serve_forever()\n")
+WEB = ("import http.server, urllib.request\nstore = dict(l.strip().split('=') for l in open('web.ini'))['store']\n"
+       "class H(http.server.BaseHTTPRequestHandler):\n    def do_GET(self):\n        try: answer, code = urllib.request.urlopen('http://' + store).read(), 200\n"
+       "        except OSError as e: answer, code = str(e).encode(), 502\n        self.send_response(code); self.end_headers(); self.wfile.write(answer)\n"
+       "http.server.HTTPServer(('127.0.0.1', 8080), H).serve_forever()\n")
+TONES = [{"hz": hz, "ms": ms} for hz, ms in [(440, 150), (0, 60), (440, 150), (1320, 90), (0, 100), (697.5, 200)]]
+EVENTS = [{"frame": f, "frames": n, "color": "#c03020", "box": [40, 40, 60, 60]} for f, n in [(3, 2), (17, 1), (18 + 2, 5), (58, 2)]]
+FIXTURES = {                            # the declarations, and what of them nobody may find in the image
+    "image": ({"path": "/app/receipt.png", "format": "png", "text": "Invoice Kestrel\nTotal: 93.20 EUR\npaid by Magnolia Brandt"},
+              ["Kestrel", "93.20 EUR", "Magnolia"]),
+    "audio": ({"path": "/app/dial.wav", "format": "wav", "tones": TONES}, ["697.5", '"hz"']),
+    "video": ({"path": "/app/gate.mp4", "width": 160, "height": 120, "fps": 10, "frames": 60, "events": EVENTS}, ["#c03020", '"events"']),
+    "stripped_binary": ({"path": "/app/legacy", "source": LEGACY, "flags": ["-O1"], "hidden": ["melony"]},
+                        ["melony", "mix_of_the_ancients", "rot-thirteen", "strcmp(argv"]),
+    "vendored_package": ({"path": "/app/vendor/tally", "files": TALLY,
+                          "perturbation": {"file": "tally.c", "find": "return sum / n;", "replace": "return (int)sum / n;"}},
+                         ["return sum / n"]),
+    "multi_service_compose": ({"path": "/app/shop", "services": [
+        {"name": "store", "command": "python3 store.py", "port": 7001, "files": {"store.py": STORE}},
+        {"name": "web", "command": "python3 web.py", "port": 8080, "files": {"web.py": WEB, "web.ini": "store=127.0.0.1:7001\n"}}],
+        "faults": [{"file": "web/web.ini", "find": "store=127.0.0.1:7001", "replace": "store=127.0.0.1:7010"}]},
+        ["store=127.0.0.1:7001", '"faults"']),
+}
+LOOK = {                                # ordinary tools, and what they say
+    "image": ("tesseract receipt.png - 2>/dev/null", r"Invoice Kestrel\nTotal: 93\.20 EUR\npaid by Magnolia Brandt\s*"),
+    "audio": ("""python3 - <<'E'
+import numpy, wave
+w = wave.open("dial.wav"); rate = w.getframerate(); x = numpy.frombuffer(w.readframes(w.getnframes()), "<i2").astype(float)
+loud = numpy.array([abs(x[i:i + 110]).max() > 2500 for i in range(0, len(x) - 110, 110)] + [False])
+edges = numpy.flatnonzero(numpy.diff(numpy.r_[False, loud])) * 110
+for a, b in zip(edges[::2], edges[1::2]):
+    part = x[a:b]; hz = numpy.fft.rfftfreq(1 << 17, 1 / rate)[abs(numpy.fft.rfft(part, 1 << 17)).argmax()]
+    print(round(hz), end=" ")
+E""", r"440 440 1320 69[78] "),
+    "video": ("""ffprobe -v error -count_frames -show_entries stream=width,height,nb_read_frames -of csv=p=0 gate.mp4
+ffmpeg -v error -i gate.mp4 -f rawvideo -pix_fmt gray - | python3 -c '
+import numpy, sys
+x = numpy.frombuffer(sys.stdin.buffer.read(), "u1").reshape(-1, 120, 160)[:, 45:95, 45:95].mean((1, 2))
+print("".join(".#"[int(abs(v - x[0]) > 10)] for v in x))'""", r"160,120,60\n" + "".join(
+        "#" if any(e["frame"] <= i < e["frame"] + e["frames"] for e in EVENTS) else r"\." for i in range(60)) + "\n"),
+    "stripped_binary": ("./legacy abc; ./legacy melony; objdump -d legacy | grep -c imul.*0x1f; nm legacy 2>&1; strings legacy | grep -c melon; file legacy",
+                        r"(\d+)\nopen\n[01]\nnm: legacy: no symbols\n0\n.*stripped\n"),
+    "vendored_package": ("cd vendor/tally; make 2>&1 | tail -1; sed -i 's/(int)//' tally.c; make 2>&1 | tail -1; ls -l check | cut -c1-10",
+                         r"make: \*\*\* .*Error 1\n./check\n|.*1\.50\n.*"),
+    "multi_service_compose": ("""cd shop; ./start.sh; echo $?; curl -s -w ' %{http_code}\\n' localhost:8080
+sed -i s/7010/7001/ web/web.ini; ./start.sh >/dev/null; curl -s -w ' %{http_code}\\n' localhost:8080
+./start.sh >/dev/null; echo $?; ps ax | grep -c '[p]ython3 \\(web\\|store\\).py'""",
+                              r"store listens on port 7001\nweb listens on port 8080\n0\n.*refused> 502\nforty-two 200\n0\n4\n"),
+}
+
+
+def fixture_files(kind, declared=None):
+    return {f"fixture/{kind}/make.py": Path(ROOT, "fixtures", kind + ".py").read_text(),
+            f"fixture/{kind}/fixture.json": json.dumps(declared or FIXTURES[kind][0])}
+
+
+@pytest.fixture(scope="module")
+def fixture_task(domain):
+    """A task with one fixture of each kind, made as gen.py's tasks make them: only /out reaches the image."""
+    dockerfile = ("FROM tmax-base:fixtures AS fixture\nCOPY fixture/ /fixture/\n"
+                  + "".join(f"RUN python3 /fixture/{kind}/make.py /fixture/{kind}/fixture.json /out\n" for kind in FIXTURES)
+                  + f"FROM tmax-base:{domain}\nCOPY --from=fixture /out/ /\nRUN chown -R user:user /app\n")
+    task = task_of(files={}, dockerfile=dockerfile)
+    for kind in FIXTURES:
+        task["files"] |= {path: {"text": text} for path, text in fixture_files(kind).items()}
+    prepare(task, "docker")
+    return task
+
+
+@pytest.mark.parametrize("kind", FIXTURES)
+def test_an_ordinary_tool_recovers_the_truth(fixture_task, kind):
+    command, wanted = LOOK[kind]
+    with Sandbox(fixture_task, "docker") as s:
+        got = s.run(command, timeout=60)
+        assert re.fullmatch(wanted, got.output), got.output
+        assert s.run("find /app ! -user user; find / -name make.py -o -name fixture.json 2>/dev/null").output == ""
+
+
+def contents(data, name, depth=0):
+    """(name, bytes) of a file and of what is packed into it."""
+    yield name, data
+    packed = {b"\x1f\x8b": "gzip", b"BZ": "bz2", b"\xfd7zXZ": "lzma"}
+    try:
+        for magic, module in packed.items():
+            if data.startswith(magic) and depth < 3:
+                yield from contents(__import__(module).decompress(data), f"{name}, unpacked", depth + 1)
+        if data.startswith(b"PK\x03\x04") and depth < 3:
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                for inner in archive.namelist():
+                    yield from contents(archive.read(inner), f"{name}: {inner}", depth + 1)
+    except Exception:                   # it only looks packed, or has a password
+        pass
+
+
+def find_in_image(tag, needles, path):
+    """Where any of these texts stands: in each layer's names and files, packed or not, in the image's settings and history."""
+    with open(path, "wb") as f:
+        f.writelines(sandbox.docker_api(docker_hosts()[0]).get_image(tag))
+    found, layers, settings = [], 0, 0
+    with tarfile.open(path) as image:
+        for entry in filter(tarfile.TarInfo.isfile, image):
+            try:
+                with tarfile.open(fileobj=image.extractfile(entry), mode="r:*") as layer:
+                    layers += 1
+                    for item in layer:
+                        parts = [("its name", f"{item.name} {item.linkname}".encode("utf-8", "replace"))]
+                        parts += contents(layer.extractfile(item).read(), "") if item.isfile() else []
+                        found += [(needle, item.name + where) for where, data in parts for needle in needles if needle in data]
+            except tarfile.ReadError:
+                data = image.extractfile(entry).read()
+                settings += b'"history"' in data
+                found += [(needle, entry.name) for needle in needles if needle in data]
+    assert layers > 3 and settings == 1
+    os.unlink(path)
+    return found
+
+
+def test_no_layer_of_the_image_holds_the_truth(fixture_task, tmp_path):
+    needles = [text.encode() for _, texts in FIXTURES.values() for text in texts]
+    tag = sandbox.docker_image(fixture_task, docker_hosts()[0])[0]
+    assert find_in_image(tag, needles, tmp_path / "image.tar") == []
+
+
+def test_the_search_finds_what_is_there(domain, tmp_path):
+    """Deleted again in a later layer, packed twice, named by a file, in the settings, in the history."""
+    dockerfile = ("FROM tmax-base:core\nCOPY truth-a /app/\nRUN rm /app/truth-a && echo truth-c | gzip | gzip >/app/x && python3 -m zipfile -c /app/y /etc/passwd "
+                  "&& ln -s truth-f /app/z\nENV X=truth-d\nRUN : truth-e\n")
+    task = task_of(files={"truth-a": "truth-b"}, dockerfile=dockerfile)
+    needles = [b"truth-" + bytes([letter]) for letter in b"abcdef"] + [b"/home/user:/bin"]
+    found = find_in_image(sandbox.docker_image(task, docker_hosts()[0])[0], needles, tmp_path / "image.tar")
+    assert {needle for needle, _ in found} == set(needles) and any(where.startswith("app/y") for _, where in found)
+
+
+def test_the_same_declaration_gives_the_same_bytes(fixture_task):
+    """Made twice in another container, and once when the image was built."""
+    other = {"image": {"path": "/app/b.jpg", "text": "speckled", "format": "jpeg", "noise": .1},
+             "audio": {"path": "/app/b.mp3", "speech": "meet me at seven", "format": "mp3"},
+             "video": {"path": "/app/b.mp4", "width": 64, "height": 64, "fps": 25, "frames": 40, "events": [{"frame": 5, "color": "white", "text": "x"}]},
+             "stripped_binary": {"path": "/app/b", "source": "int main(void) { return 3; }", "flags": ["-static"]}}
+    files = {p.replace("fixture/", "fixture/b-") if n else p: text for n, kinds in enumerate((FIXTURES, other)) for kind in kinds
+             for p, text in fixture_files(kind, other[kind] if n else None).items()}
+    task = task_of(files=files, dockerfile="FROM tmax-base:fixtures\nCOPY . /app/\n")
+    with Sandbox(task, "docker") as s, Sandbox(fixture_task, "docker") as built:
+        got = s.run("for out in a b; do for d in fixture/*; do (cd $d && python3 make.py fixture.json /tmp/$out); done; sleep 1.1; done; diff -r /tmp/a /tmp/b && echo same",
+                    timeout=120)
+        assert got.output == "same\n"
+        sums = "find app -type f ! -name 'b*.*' ! -path app/b | sort | xargs sha256sum"
+        there = built.run("cd /; " + sums).output
+        assert s.run("cd /tmp/a; " + sums).output == there and there.count("\n") == len(FIXTURES) + 3 + 3
+        assert "2" in s.run("cd /tmp/a/app; file b.jpg b.mp3 b.mp4 b | grep -cE 'JPEG|MPEG|ISO Media'").output and s.run("/tmp/a/app/b").exit_code == 3
+
+
+IMAGE, AUDIO, VIDEO, BINARY, PACKAGE, COMPOSE = (declared for declared, _ in FIXTURES.values())
+FAULT = PACKAGE["perturbation"]
+BAD_FIXTURES = [
+    ("image", "{", "JSON"), ("image", [], "object"), ("image", IMAGE | {"path": "app/x.png"}, "path"), ("image", IMAGE | {"path": "/app/../x"}, "path"),
+    ("image", IMAGE | {"text": " "}, "text"), ("image", IMAGE | {"text": "a\x07"}, "text"), ("image", IMAGE | {"text": "x\n" * 99}, "60 lines"),
+    ("image", IMAGE | {"format": "gif"}, "'gif'"), ("image", IMAGE | {"font_size": 500}, "font_size"), ("image", IMAGE | {"noise": 1}, "noise"),
+    ("image", {"path": "/app/x", "text": "x"}, "fields must be path, text, format"), ("image", IMAGE | {"colour": "red"}, "fields must be"),
+    ("audio", AUDIO | {"speech": "x"}, "not both"), ("audio", {"path": "/a", "format": "wav"}, "speech or tones"), ("audio", AUDIO | {"tones": []}, "tones"),
+    ("audio", AUDIO | {"tones": [{"hz": 440, "ms": 100}, {"hz": 20, "ms": 100}]}, "tones[1]"), ("audio", AUDIO | {"format": "ogg"}, "'ogg'"),
+    ("audio", {"path": "/a", "format": "wav", "speech": "..."}, "speech"), ("audio", {"path": "/a", "format": "wav", "speech": "a", "speed": 900}, "speed"),
+    ("video", VIDEO | {"width": 161}, "odd"), ("video", VIDEO | {"frames": 10 ** 6}, "frames"), ("video", VIDEO | {"events": []}, "events"),
+    ("video", VIDEO | {"events": [{"frame": 60, "color": "red"}]}, "events[0] does not lie within the 60"), ("video", VIDEO | {"path": "/app/x.avi"}, ".mp4"),
+    ("video", VIDEO | {"events": [{"frame": 1, "color": "blurple"}]}, "'blurple'"), ("video", VIDEO | {"events": [{"frame": 1}]}, "events[0]: its fields"),
+    ("video", VIDEO | {"events": [{"frame": 1, "color": "red", "box": [150, 0, 11, 5]}]}, "box"), ("video", VIDEO | {"background": 3}, "background"),
+    ("stripped_binary", BINARY | {"flags": ["-O2; rm"]}, "'-O2; rm'"), ("stripped_binary", BINARY | {"flags": ["-include", "/etc/passwd"]}, "'-include'"),
+    ("stripped_binary", BINARY | {"flags": "-O2"}, "flags"), ("stripped_binary", BINARY | {"source": None}, "source"),
+    ("stripped_binary", BINARY | {"source": "int main(void) { return x; }"}, "gcc does not take the source"),
+    ("stripped_binary", BINARY | {"source": '#include <stdio.h>\nint main(void) { puts("melony"); }'}, "'melony' can be read"),
+    ("vendored_package", PACKAGE | {"files": {}}, "files"), ("vendored_package", PACKAGE | {"files": {"../x": ""}}, "'../x'"),
+    ("vendored_package", PACKAGE | {"perturbation": FAULT | {"file": "none.c"}}, "none.c"), ("vendored_package", PACKAGE | {"perturbation": []}, "perturbation"),
+    ("vendored_package", PACKAGE | {"perturbation": FAULT | {"find": "sum"}}, "exactly once"), ("vendored_package", PACKAGE | {"perturbation": FAULT | {"find": ""}}, "once"),
+    ("vendored_package", PACKAGE | {"files": TALLY | {"tally.c.orig": TALLY["tally.c"]}}, "still stands in tally.c.orig"),
+    ("vendored_package", PACKAGE | {"perturbation": FAULT | {"replace": "return sum / n; /* right */"}}, "still stands in tally.c"),
+    ("multi_service_compose", COMPOSE | {"services": COMPOSE["services"][:1]}, "2 to 10"), ("multi_service_compose", COMPOSE | {"faults": []}, "faults"),
+    ("multi_service_compose", COMPOSE | {"services": COMPOSE["services"][:1] * 2}, "same name"),
+    ("multi_service_compose", COMPOSE | {"services": [s | {"port": 80} for s in COMPOSE["services"]]}, "port 80"),
+    ("multi_service_compose", COMPOSE | {"services": [s | {"name": "../x"} for s in COMPOSE["services"]]}, "'../x'"),
+    ("multi_service_compose", COMPOSE | {"faults": [{"file": "web.ini", "find": "7001", "replace": "7002"}]}, "no file 'web.ini'"),
+    ("multi_service_compose", COMPOSE | {"faults": [{"file": "web/web.ini", "find": "7001", "replace": "7002"}]}, "still stands in"),
+]
+
+
+@pytest.mark.parametrize("kind, declared, words", BAD_FIXTURES)
+def test_a_bad_fixture_is_one_clear_line(kind, declared, words, tmp_path):
+    path = tmp_path / "fixture.json"
+    path.write_text(declared if isinstance(declared, str) else json.dumps(declared))
+    got = subprocess.run([sys.executable, f"{ROOT}/fixtures/{kind}.py", path, tmp_path / "out"], capture_output=True, text=True)
+    assert got.returncode == 1 and got.stderr.startswith(f"fixture.json ({kind}): ") and words in got.stderr, got
+    assert got.stderr.count("\n") == 1 or "gcc" in words
