@@ -135,8 +135,8 @@ def read(path, limit=OUTPUT):
 
 
 def start(command):
-    """Starts services of the agent's. They live until end_descendants(), also when what has started them ends:
-    a bubblewrap would take them along, so something waits in there."""
+    """Starts services of the agent's. They live until end_descendants(), also when what has started them
+    ends: a bubblewrap would take them along, so something waits in there."""
     argv, more = as_agent(["sh", "-c", '"$@"; exec sleep infinity', "sh", *shlex.split(command)])
     spawn(argv, more, *[subprocess.DEVNULL] * 3)
 

@@ -71,7 +71,7 @@ def check_tcp(check, timeout):
 def check_smtp(check, timeout):
     mail = f"From: {check['from']}\r\nTo: {check['to']}\r\nSubject: check\r\n\r\n{check['body']}\r\n"
     try:
-        with smtplib.SMTP("127.0.0.1", check["port"], timeout=timeout) as server:
+        with smtplib.SMTP("127.0.0.1", check["port"], "localhost", timeout=timeout) as server:
             server.sendmail(check["from"], [check["to"]], mail.encode())
     except (smtplib.SMTPRecipientsRefused, smtplib.SMTPSenderRefused, smtplib.SMTPDataError) as e:
         return f"refused: {e}" if check.get("accept", True) else None
