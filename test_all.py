@@ -3756,3 +3756,40 @@ def test_a_bad_fixture_is_one_clear_line(kind, declared, words, tmp_path):
     got = subprocess.run([sys.executable, f"{ROOT}/fixtures/{kind}.py", path, tmp_path / "out"], capture_output=True, text=True)
     assert got.returncode == 1 and got.stderr.startswith(f"fixture.json ({kind}): ") and words in got.stderr, got
     assert got.stderr.count("\n") == 1 or "gcc" in words
+
+
+# ------------------------------------------------------------------------------------------------ bases
+
+DOMAINS = ["security", "software_engineering", "file_operations", "data_querying", "data_science", "debugging",
+           "scientific_computing", "data_processing", "system_administration"]
+
+
+def test_every_domain_has_a_stage_that_stands_alone():
+    stages = gen.base_stages()
+    assert [name for name in stages if name not in ("core", "fixtures", "tools", "media")] == DOMAINS
+    for name, dockerfile in stages.items():
+        parents = re.findall(r"(?m)^FROM (\S+) AS (\S+)$", dockerfile)
+        assert parents[0] == ("${BASE}", "core") and parents[-1][1] == name
+        assert all(parent == above for (parent, _), (_, above) in zip(parents[1:], parents))      # nothing that it does not stand on
+
+
+def test_bases_builds_what_is_asked(capsys, monkeypatch, tmp_path):
+    need("docker")
+    code, said = cli(capsys, monkeypatch, gen, "bases", "--domain", "core")
+    assert code == 0 and re.fullmatch(r"tmax-base:core +\d+ MB +\d+ s\n", said)
+    code, said = cli(capsys, monkeypatch, gen, "bases", "--domain", "core", "--domain", "gardening")
+    assert code.startswith("gen.py bases: ") and "gardening" in code and "data_querying" in code and said == ""
+    (tmp_path / "Dockerfile").write_text("ARG BASE=tmax-base:core\nFROM ${BASE} AS x\nRUN echo so; no-such-command\n")
+    monkeypatch.setattr(gen, "BASES", tmp_path / "Dockerfile")
+    code, said = cli(capsys, monkeypatch, gen, "bases")
+    assert code.startswith("gen.py bases: tmax-base:x does not build") and "no-such-command" in code and said == ""
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere.sock")
+    code, said = cli(capsys, monkeypatch, gen, "bases")
+    assert code.startswith("gen.py bases: ") and "nowhere.sock" in code
+
+
+def test_domain_images_are_small_enough():
+    need("docker")
+    sizes = {tag: image["Size"] for image in sandbox.docker_api(docker_hosts()[0]).images("tmax-base")
+             for tag in image["RepoTags"] or [] if tag.split(":")[1] in DOMAINS}
+    assert all(size < 1.5e9 for size in sizes.values()), sizes
