@@ -44,10 +44,11 @@ def main():
         if late == 3:
             break
         folder = tempfile.mkdtemp()     # for the agent to read, for the grader to write
-        os.chmod(folder, 0o755)
         path = f"{folder}/{chance.getrandbits(64):x}{declared['suffix']}"
         with open(path, "wb") as file:
             file.write(data)
+        os.chmod(folder, 0o755)
+        os.chmod(path, 0o644)
         words = [word.replace("{file}", path) for word in shlex.split(declared["command"])]
         got = run(words, timeout=declared["timeout_s"])
         shutil.rmtree(folder)
