@@ -1,17 +1,23 @@
 """Tasks: where the pipeline starts. Each command writes Task records, one JSON object a line.
 
     python gen.py builtin --n 640 --seed 0 --split train --out tasks.jsonl
+    python gen.py bases --domain security
 
 builtin   the demo's families (builtin/families.py); no LLM, no network; same arguments, same bytes
+bases     builds the images of Dockerfile.base that tasks start from
 """
 import argparse
+import io
 import json
 import os
+import re
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
 from builtin.families import FAMILIES, make_task
+from sandbox import InfraError, docker_api, docker_errors, docker_hosts
 
 
 def write_tasks(path, tasks):
@@ -66,6 +72,50 @@ def builtin(args):
 
 
 # ------------------------------------------------------------------------------------------------------------
+# bases
+
+BASES = Path(__file__).with_name("Dockerfile.base")
+
+
+def base_stages():
+    """{stage: a Dockerfile of it and the stages that it stands on}, in the order of Dockerfile.base. Docker's
+    API builds whatever stands above a stage in its file, needed or not, so each gets a file of its own; equal
+    text gives equal layers, which are built once."""
+    head, *parts = re.split(r"(?m)^(?=FROM )", BASES.read_text())
+    stages = {}
+    for part in parts:
+        parent, name = re.match(r"FROM (\S+) AS (\S+)", part).groups()
+        stages[name] = stages.get(parent, head) + part
+    return stages
+
+
+def build_base(stage, dockerfile, host):
+    """Builds and tags one stage on one host: (bytes of the image, seconds). InfraError says why it fails."""
+    start, log = time.monotonic(), ""
+    with docker_errors(f"tmax-base:{stage}"):
+        api = docker_api(host)
+        for piece in api.build(fileobj=io.BytesIO(dockerfile.encode()), rm=True, forcerm=True,
+                               tag=f"tmax-base:{stage}", decode=True):
+            log = (log + piece.get("stream", ""))[-2000:]
+            if error := piece.get("error"):
+                raise InfraError(f"tmax-base:{stage} does not build at {host}: {log}{error}")
+        return api.inspect_image(f"tmax-base:{stage}")["Size"], time.monotonic() - start
+
+
+def bases(args):
+    stages = base_stages()
+    if unknown := [name for name in args.domain or () if name not in stages]:
+        sys.exit(f"gen.py bases: Dockerfile.base has no {', '.join(unknown)}; it has {', '.join(stages)}")
+    try:
+        for host in docker_hosts():
+            for stage in [name for name in stages if not args.domain or name in args.domain]:
+                size, seconds = build_base(stage, stages[stage], host)
+                print(f"tmax-base:{stage:24}{size / 1e6:7,.0f} MB{seconds:7.0f} s", flush=True)
+    except InfraError as e:
+        sys.exit(f"gen.py bases: {e}")
+
+
+# ------------------------------------------------------------------------------------------------------------
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
@@ -80,6 +130,11 @@ def main():
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--families", help="only these, separated by commas")
     p.set_defaults(run=builtin)
+
+    p = commands.add_parser("bases", help="build and tag the base images, tmax-base:<domain>")
+    p.add_argument("--domain", action="append",
+                   help="only this one (or core, tools, fixtures); may be repeated")
+    p.set_defaults(run=bases)
 
     args = parser.parse_args()
     args.run(args)

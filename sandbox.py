@@ -912,7 +912,8 @@ class Bwrap:
 
     def grader(self, nonce, tests):
         """New mount and PID namespaces over the same folders, in the same network: services answer, nobody
-        reaches in. The unshare is there because bwrap looks itself up in /proc."""
+        reaches in. The unshare is there because bwrap looks itself up in /proc. CAP_SETFCAP gives no power in
+        there, but without it no verifier could start a bwrap of its own around the agent's programs."""
         t, init = self.template, f"/proc/{self.init()}"
         with open(f"{init}/ns/net") as net:
             owner = fcntl.ioctl(net.fileno(), 0xB701)              # NS_GET_USERNS: the one that owns it all
@@ -920,7 +921,8 @@ class Bwrap:
                 f"--user=/proc/self/fd/{owner}", f"--mount={init}/ns/mnt", f"--net={init}/ns/net",
                 "--", "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
                 "bwrap", "--unshare-pid", "--unshare-ipc", "--as-pid-1", "--die-with-parent", "--new-session",
-                "--cap-drop", "ALL", *mount_options(t.writable), "--ro-bind", "/etc", "/etc"]
+                "--cap-drop", "ALL", "--cap-add", "CAP_SETFCAP", *mount_options(t.writable),
+                "--ro-bind", "/etc", "/etc"]
         for path in t.writable:
             argv += ["--bind", path, path]
         for path in ("/tests", "/logs/verifier", "/root", "/run"):
@@ -1167,8 +1169,8 @@ def docker_image(task, host):
                 try:
                     api.inspect_image(base[0])
                 except docker.errors.ImageNotFound:
-                    raise InfraError(f"{what}: the base image is missing: docker build -t {base[0]} "
-                                     f"--target {base[1]} -f Dockerfile.base .") from None
+                    raise InfraError(f"{what}: the base image {base[0]} is missing: "
+                                     f"python gen.py bases --domain {base[1]}") from None
             ignore = file_bytes(files_of(task).get(".dockerignore", {"text": ""})).decode()
             context = files_of(task) | {
                 ".tmax.dockerfile": {"text": task["dockerfile"]},

@@ -5,8 +5,8 @@
 
 A missing Docker or Podman skips its tests, unless REQUIRE_BACKENDS is set, as .ci/run does: then they fail.
 """
-import ast, base64, collections, concurrent.futures, glob, http.server, inspect, itertools, json, math, os, re, resource, signal
-import subprocess, sys, textwrap, threading, time
+import ast, base64, collections, concurrent.futures, glob, http.server, inspect, io, itertools, json, math, os, re, resource, signal
+import subprocess, sys, tarfile, textwrap, threading, time, zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -3195,3 +3195,601 @@ def test_plot_of_what_is_no_run_says_so(metrics, tmp_path, capsys, monkeypatch):
         write_jsonl(tmp_path / "metrics.jsonl", metrics)
     code, _ = cli(capsys, monkeypatch, evaluation, "plot", tmp_path, "--out", tmp_path / "x.png")
     assert str(code).startswith("eval.py: ") and "metrics.jsonl" in code
+
+
+# ================================================================================================ fixtures/, verifiers/, bases
+
+@pytest.fixture(scope="module")
+def domain():
+    """The domain whose base image these tests use; it has to be there, like its fixtures stage."""
+    need("docker")
+    api, missing = sandbox.docker_api(docker_hosts()[0]), []
+    for name in ("fixtures", "data_processing"):
+        if not api.images(f"tmax-base:{name}"):
+            missing.append(f"--domain {name}")
+    if missing and not os.environ.get("REQUIRE_BACKENDS"):
+        pytest.skip(f"first: python gen.py bases {' '.join(missing)}")
+    return "data_processing"
+
+
+# ------------------------------------------------------------------------------------------------ verifiers
+
+def verifier_task(kind, declared, tests=None, files=None, limits=None, **more):
+    """A task as gen.py writes them, with a verifier of this kind."""
+    own = {"verifier.py": Path(ROOT, "verifiers", kind + ".py").read_text(),
+           "harness.py": Path(ROOT, "verifiers", "harness.py").read_text(),
+           "verifier.json": json.dumps(declared)}
+    task = task_of("python3 /tests/verifier.py /tests/verifier.json\n", files, **more)
+    task["tests"] |= {name: {"text": text} for name, text in (own | (tests or {})).items()}
+    return task | {"limits": {"verifier_s": 60} | (limits or {})}
+
+
+def rewards(backend, task, *steps):
+    """The reward on the untouched task and after each of the steps, all in one sandbox."""
+    with Sandbox(task, backend) as s:
+        found = [s.grade().reward]
+        for step in steps:
+            s.run(step)
+            found.append(s.grade().reward)
+    return found
+
+
+def test_exact_text_is_all_or_nothing(backend):
+    declared = {"files": {"/app/answer.txt": "forty two", "sub/report.csv": {"file": "wanted/report.csv"}}}
+    task = verifier_task("exact_text", declared, {"wanted/report.csv": "a,b\n1,ü\n"})
+    assert rewards(
+        backend, task, "echo forty two >answer.txt",
+        "mkdir sub; printf 'a,b\\n1,ü' >sub/report.csv", "echo ' forty two' >answer.txt",
+        "printf 'forty two \\n\\n' >answer.txt", "printf 'forty  two' >answer.txt",
+    ) == [0, 0, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("trick", [
+    "ln -s /tests/wanted.txt answer.txt", "mkfifo answer.txt", "mkdir answer.txt", "ln -s /proc/self/fd/0 answer.txt",
+    "ln -s /dev/zero answer.txt", "ln -s answer.txt answer.txt", "head -c 50000000 /dev/zero >answer.txt",
+    "echo hidden >/tmp/x; for i in $(seq 2000); do ln -sf /tests/wanted.txt answer.txt; ln -sf x answer.txt; done &",
+    "mkfifo answer.txt; (while :; do echo no >answer.txt; done) &",
+    *[f"ln -s /proc/{where}/root/tests/wanted.txt answer.txt" for where in ("self", "1", "$$", "self/task/1")],
+])
+def test_exact_text_reads_as_the_agent(backend, trick):
+    task = verifier_task("exact_text", {"files": {"answer.txt": {"file": "wanted.txt"}}}, {"wanted.txt": "hidden"})
+    start = time.monotonic()
+    assert rewards(backend, task, trick) == [0, 0] and time.monotonic() - start < 15
+
+
+MEASURE = """
+from harness import read, run
+got = run("python3 guess.py", stdin=b"6 7", timeout=2)
+print(got.out.decode(errors="replace").strip() or "nothing")
+"""
+METRIC = {"command": "python3 /tests/measure.py", "threshold": 0.9, "better": "higher", "baseline": 0.5}
+
+
+def test_metric_threshold_moves_with_the_metric(backend):
+    task = verifier_task("metric_threshold", METRIC, {"measure.py": MEASURE})
+    prints = [f"echo 'print({x})' >guess.py" for x in (0.3, 0.5, 0.7, 0.8999999999999999, 0.9, 7)]
+    assert rewards(backend, task, *prints) == pytest.approx([0, 0, 0, .5, .999, 1, 1])
+    lower = verifier_task("metric_threshold", METRIC | {"threshold": 2, "baseline": 10, "better": "lower"},
+                          {"measure.py": MEASURE})
+    prints = [f"echo 'print({x})' >guess.py" for x in (11, 4, 2.001, 2, -5)]
+    assert rewards(backend, lower, *prints) == pytest.approx([0, 0, .75, .999, 1, 1], abs=1e-3)
+
+
+@pytest.mark.parametrize("program", [
+    "print('nan')", "print('inf')", "print('-inf')", "print('1e999')", "print('0.95 and more')", "print(True)", "",
+    "print(0.95); print('text')", "import time; time.sleep(60)", "import os; os.kill(os.getppid(), 9)",
+    "while True: print(0.95)", "import sys; sys.stdout.buffer.write(b'\\xff\\xfe0.95')"])
+def test_metric_threshold_wants_a_finite_number(bwrap, program):
+    task = verifier_task("metric_threshold", METRIC, {"measure.py": MEASURE}, {"guess.py": program})
+    assert rewards("bwrap", task) == [0]
+
+
+def test_metric_threshold_measures_time(backend):
+    measure = """
+from harness import run
+slow, fast = (run(["python3", "guess.py", word], timeout=9) for word in ("slow", "fast"))
+assert slow.code == fast.code == 0, (slow, fast)
+print(slow.seconds / fast.seconds)
+"""
+    guess = "import sys, time\ntime.sleep(2 if sys.argv[1] == 'slow' else FAST)\n"
+    task = verifier_task("metric_threshold", METRIC | {"threshold": 1.5, "baseline": 1}, {"measure.py": measure})
+    untouched, same, faster = rewards(backend, task, *[f"cat >guess.py <<'E'\n{guess.replace('FAST', x)}E" for x in "20"])
+    assert untouched == 0 and same < .3 and faster == 1
+
+
+CORPUS = {"command": "python3 filter.py {file}", "suffix": ".html",
+          "malicious": ["<script>", "<img onerror=x>", "<b onload=y>", {"file": "corpus/evil.html"}],
+          "benign": ["<b>hi</b>", "plain", {"file": "corpus/good.html"}, ""]}
+CORPUS_FILES = {"corpus/evil.html": "<SCRIPT >", "corpus/good.html": "a < b, on time"}
+
+
+def test_adversarial_corpus_wants_both_sides(backend):
+    task = verifier_task("adversarial_corpus", CORPUS, CORPUS_FILES)
+    reads = "import re, sys; text = open(sys.argv[1]).read(); assert sys.argv[1].endswith('.html'); sys.exit("
+    filters = [reads + test + ")" for test in (
+        "0", "1", "2", "'<script' in text", "bool(re.search('<script|onerror=', text, re.I))",
+        "bool(re.search('<script|on', text, re.I))", "bool(re.search('<script|on\\w+=', text, re.I))")]
+    steps = [f"cat >filter.py <<'E'\n{text}\nE" for text in filters]
+    assert rewards(backend, task, *steps) == pytest.approx([0, 0, 0, 0, .25, .75, .75, 1])
+
+
+def test_adversarial_corpus_items_come_without_their_labels(backend):
+    """What a filter could go by besides the content: names, order, owners, times, what else is in the folder."""
+    spy = ("import os, sys; s = os.stat(sys.argv[1]); f = os.path.dirname(sys.argv[1]); print(len(os.listdir(f)), "
+           "file=open('/app/seen', 'a')); print(sys.argv[1], file=open('/app/names', 'a')); sys.exit(3)")
+    task = verifier_task("adversarial_corpus", CORPUS, CORPUS_FILES, {"filter.py": spy})
+    with Sandbox(task, backend) as s:
+        assert s.grade().reward == 0 and s.grade().reward == 0
+        assert s.run("sort /app/seen | uniq -c").output.split() == ["16", "1"]
+        names = s.run("cat /app/names").output.split()
+        assert len(set(names)) == 16 and all(re.fullmatch(r"/tmp/\w+/[0-9a-f]+\.html", name) for name in names)
+        assert s.run("ls /tmp").output == ""
+
+
+FUZZ = {"command": "python3 double.py", "oracle": "python3 /tests/oracle.py", "n": 12,
+        "generator": "python3 /tests/generate.py", "seed": 5}
+FUZZ_FILES = {"oracle.py": "# answers-only-the-grader-knows\nprint(2 * int(input()))",
+              "generate.py": "import random, sys\nprint(random.Random(int(sys.argv[1])).randrange(-50, 50))"}
+
+
+def test_fuzz_equivalence_counts_equal_outputs(backend):
+    task = verifier_task("fuzz_equivalence", FUZZ, FUZZ_FILES)
+    positive = sum(__import__("random").Random(seed).randrange(-50, 50) > 0 for seed in range(5, 17))
+    assert 0 < positive < 12
+    steps = [f"echo '{text}' >double.py" for text in (
+        "print(2 * int(input()), end=\"\")", "print(abs(2 * int(input())))", "print(2 * int(input())); exit(1)",
+        "x = open(\"/dev/stdin\").read(); print(int(x) + int(x), file=open(\"/dev/stdout\", \"w\"))")]
+    assert rewards(backend, task, *steps) == pytest.approx([0, 0, positive / 12, 0, 1])
+
+
+# What a solution may try instead of solving. $1 stands for nothing; all of them end within the test's time.
+ATTACKS = {
+    "reward": "for p in /logs/verifier/reward.txt /proc/1/root/logs/verifier/reward.txt /proc/$PPID/root/logs/verifier/reward.txt; "
+              "do mkdir -p /logs/verifier; echo 1 >$p; done; exit 0",
+    "reward, later": "(setsid sh -c 'while :; do echo 1 >/logs/verifier/reward.txt; sleep .01; done' >/dev/null 2>&1 &) ; exit 0",
+    "tests": "cat /tests/* /proc/*/root/tests/* /proc/*/cwd/oracle.py 2>/dev/null >>/app/loot; grep -la grader-knows -r /tmp /run "
+             "/dev/shm /var/tmp >>/app/loot; cat /proc/*/environ /proc/*/fd/* 2>/dev/null </dev/null | head -c 100000 >>/app/loot & sleep .3",
+    "mounts": "umount /tests; umount -l /tests; unshare -Urm umount /tests; unshare -Urm sh -c 'umount -l /tests; cat /tests/*' >>/app/loot; "
+              "nsenter -t 1 -m cat /tests/oracle.py >>/app/loot; mkdir -p /app/m; unshare -Urm sh -c 'mount --rbind / /app/m && "
+              "cat /app/m/tests/*' >>/app/loot",
+    "hang": "sleep 600",
+    "hang, deaf": "trap '' TERM INT HUP; while :; do sleep 600; done",
+    "flood": "yes",
+    "flood of errors": "yes >&2",
+    "odd code": "exit 77",
+    "kill all": "kill -9 -1; kill -9 $PPID 1",
+    "outlive": "(setsid sh -c 'sleep 601 & sleep 602' &); setsid sleep 603 & sleep 604 & exit 0",
+    "outlive, daemon": "python3 -c 'import os, time\nif os.fork(): os._exit(0)\nos.setsid()\nif os.fork(): os._exit(0)\ntime.sleep(605)'; exit 0",
+    "close all": "exec 0<&- 1>&- 2>&-; sleep 606",
+    "nan": "echo nan",
+    "fork bomb": "f() { f | f & }; f; sleep 1",
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_hostile_solution_earns_nothing_and_leaves_nothing(backend, attack):
+    task = verifier_task("fuzz_equivalence", FUZZ | {"command": "bash evil.sh", "timeout_s": 1}, FUZZ_FILES, {"evil.sh": ATTACKS[attack]})
+    with Sandbox(task, backend) as s:
+        s.run("sleep 700 & touch loot")                  # a job of the agent's that has to survive its own grading
+        start = time.monotonic()
+        try:
+            grade = s.grade()
+            assert grade.reward == 0, grade
+            assert "reward 0" in grade.log
+        except VerifierFailed:
+            assert attack == "fork bomb"                 # it may take the last process from the verifier: also 0
+        assert time.monotonic() - start < 30
+        assert "grader-knows" not in s.run("cat loot").output and "verifier" not in s.run("cat loot").output
+        left = processes(s)
+        assert not any("sleep 60" in line or "evil" in line or line.startswith("yes") for line in left), left
+        assert attack == "kill all" or any("sleep 700" in line for line in left)
+        assert s.run("ls /tests /logs/verifier").exit_code != 0
+
+
+def test_hostile_filters_and_services_earn_nothing(backend):
+    for text in (ATTACKS["reward"], ATTACKS["hang"], ATTACKS["flood"], "exit $((RANDOM % 100 + 2))"):
+        task = verifier_task("adversarial_corpus", CORPUS | {"command": "bash evil.sh {file}", "timeout_s": 1},
+                             CORPUS_FILES, {"evil.sh": text})
+        assert rewards(backend, task) == [0], text
+    for text in (ATTACKS["reward, later"], ATTACKS["outlive"], ATTACKS["flood"]):
+        declared = {"start": "bash evil.sh", "wait_s": 1,
+                    "checks": [{"protocol": "tcp", "port": 7001, "send": "", "expect": "x"}]}
+        with Sandbox(verifier_task("multi_protocol", declared, files={"evil.sh": text}), backend) as s:
+            assert s.grade().reward == 0, text
+            assert not any("sleep 60" in line or "reward" in line for line in processes(s))
+
+
+SERVER = r"""
+import http.server, socketserver, sys, threading, time
+
+class Web(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(404 if self.path == "/gone" else 200)
+        self.end_headers()
+        self.wfile.write(("you asked " + self.path).encode())
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(201)
+        self.end_headers()
+        self.wfile.write(self.headers["X-Who"].encode() + b" sent " + body[::-1][::-1])
+    def log_message(self, *_): pass
+
+class Line(socketserver.StreamRequestHandler):
+    def handle(self):
+        self.wfile.write(b"PONG " + self.rfile.readline().split()[-1] + b"\n")
+
+class Mail(socketserver.StreamRequestHandler):
+    def handle(self):
+        say = lambda text: self.wfile.write(text + b"\r\n")
+        say(b"220 here")
+        while line := self.rfile.readline():
+            word = line[:4].upper()
+            if word == b"RCPT" and b"@far.org" in line:
+                say(b"550 no relaying")
+            elif word == b"DATA":
+                say(b"354 go on")
+                with open("/app/mail", "ab") as file:
+                    while (line := self.rfile.readline()) not in (b".\r\n", b""):
+                        file.write(line)
+                say(b"250 taken")
+            else:
+                say(b"221 bye" if word == b"QUIT" else b"250 well")
+
+socketserver.ThreadingTCPServer.allow_reuse_address = True
+servers = {"web": (8080, Web), "line": (7000, Line), "mail": (2525, Mail)}
+for name in sys.argv[1:]:
+    threading.Thread(target=socketserver.ThreadingTCPServer(("127.0.0.1", servers[name][0]), servers[name][1]).serve_forever).start()
+"""
+CHECKS = [
+    {"protocol": "http", "port": 8080, "path": "/echo?q={nonce}", "expect": "/echo?q={nonce}"},
+    {"protocol": "http", "port": 8080, "path": "/gone", "status": 404},
+    {"protocol": "http", "port": 8080, "path": "/", "method": "POST", "body": "b-{nonce}", "headers": {"X-Who": "Ada"},
+     "status": 201, "expect": "Ada sent b-{nonce}"},
+    {"protocol": "tcp", "port": 7000, "send": "PING {nonce}\n", "expect": "PONG {nonce}"},
+    {"protocol": "smtp", "port": 2525, "from": "a@x.org", "to": "b@x.org", "body": "hello {nonce}", "mailbox": "/app/mail"},
+    {"protocol": "smtp", "port": 2525, "from": "a@x.org", "to": "b@far.org", "body": "spam", "accept": False}]
+
+
+def test_multi_protocol_counts_checks(backend):
+    task = verifier_task("multi_protocol", {"checks": CHECKS, "wait_s": 1}, files={"server.py": SERVER})
+    assert rewards(backend, task, "python3 server.py web &", "python3 server.py line &",
+                   "python3 server.py mail &") == pytest.approx([0, 3 / 6, 4 / 6, 1])
+    started = verifier_task("multi_protocol", {"checks": CHECKS, "start": "bash up.sh", "wait_s": 3}, files={"server.py": SERVER})
+    assert rewards(backend, started, "echo 'python3 server.py web mail &' >up.sh",
+                   "echo 'python3 server.py web line mail' >up.sh", "echo 'exit 1' >up.sh") == pytest.approx([0, 5 / 6, 1, 0])
+
+
+BAD_SERVERS = {
+    "silent": "time.sleep(60)", "drips": "\nwhile True: c.sendall(b'HTTP/1.1 200 OK\\r\\nX: 1\\r\\n'); time.sleep(.2)",
+    "floods": "\nwhile True: c.sendall(b'x' * 65536)", "hangs up": "c.close()", "garbage": "c.sendall(bytes(range(256)) * 9); c.close()",
+    "endless": "c.sendall(b'HTTP/1.1 200 OK\\r\\n\\r\\n'); \nwhile True: c.sendall(b'x' * 65536)",
+}
+
+
+@pytest.mark.parametrize("how", BAD_SERVERS)
+def test_multi_protocol_survives_any_server(bwrap, how):
+    server = ("import socket, threading, time\ndef talk(c):\n    time.sleep(.1)\n    " + BAD_SERVERS[how].replace("\n", "\n    ")
+              + "\ns = socket.create_server(('127.0.0.1', 8080))\nwhile True: threading.Thread(target=talk, args=s.accept()[:1]).start()")
+    checks = [check | {"port": 8080} for check in CHECKS]
+    task = verifier_task("multi_protocol", {"checks": checks, "start": "python3 s.py", "timeout_s": 1}, files={"s.py": server})
+    start = time.monotonic()
+    assert rewards("bwrap", task) == [0] and time.monotonic() - start < 40
+
+
+GREETER = r"""
+import grpc, sys
+from concurrent import futures
+def hello(request, context):
+    name = request[2:2 + request[1]]
+    return b"\x0a" + bytes([6 + len(name)]) + b"Hello " + name + b"\x10\x07"
+server = grpc.server(futures.ThreadPoolExecutor(2))
+server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("demo.Greeter", {
+    "Hello": grpc.unary_unary_rpc_method_handler(hello)}),))
+server.add_insecure_port("127.0.0.1:50051")
+server.start()
+server.wait_for_termination()
+"""
+
+
+def test_multi_protocol_speaks_grpc(domain):
+    check = {"protocol": "grpc", "port": 50051, "method": "/demo.Greeter/Hello", "request": {"1": "Ada {nonce}"},
+             "expect": {"1": "Hello Ada {nonce}", "2": 7}}
+    wrong = [check | {"method": "/demo.Greeter/Bye"}, check | {"expect": {"1": "Hello"}}, check | {"expect": {"2": 8}}]
+    task = verifier_task("multi_protocol", {"checks": [check, *wrong], "wait_s": 1}, files={"greeter.py": GREETER},
+                         dockerfile=DOCKERFILE.replace("core", domain))
+    assert rewards("docker", task, "python3 greeter.py >log 2>&1 & sleep 2") == [0, 1 / 4]
+
+
+TCP = {"protocol": "tcp", "port": 7000, "send": "", "expect": "x"}
+BAD_DECLARATIONS = [
+    ("exact_text", "{", "JSON"), ("exact_text", "[1]", "object"), ("exact_text", {}, "'files' is missing"),
+    ("exact_text", {"files": {}}, "'files'"), ("exact_text", {"files": {"a": 5}}, "'files'"),
+    ("exact_text", {"files": {"a": "b"}, "mode": 1}, "'mode' is none of files"),
+    ("metric_threshold", METRIC | {"threshold": float("nan")}, "'threshold'"), ("metric_threshold", METRIC | {"threshold": "1"}, "'threshold'"),
+    ("metric_threshold", METRIC | {"threshold": True}, "'threshold'"), ("metric_threshold", METRIC | {"baseline": 1}, "baseline"),
+    ("metric_threshold", METRIC | {"better": "lower"}, "baseline"), ("metric_threshold", METRIC | {"better": "more"}, "'better'"),
+    ("metric_threshold", METRIC | {"command": "python3 'x"}, "'command'"), ("metric_threshold", METRIC | {"timeout_s": 0}, "'timeout_s'"),
+    ("adversarial_corpus", CORPUS | {"command": "python3 filter.py"}, "'command'"), ("adversarial_corpus", CORPUS | {"benign": []}, "'benign'"),
+    ("adversarial_corpus", CORPUS | {"malicious": [{"file": "../etc/passwd"}]}, "no test file '../etc/passwd'"),
+    ("adversarial_corpus", CORPUS | {"malicious": [{"file": "none"}]}, "no test file 'none'"), ("adversarial_corpus", CORPUS | {"suffix": "/x"}, "'suffix'"),
+    ("fuzz_equivalence", FUZZ | {"n": 0}, "'n'"), ("fuzz_equivalence", FUZZ | {"n": 1e3}, "'n'"), ("fuzz_equivalence", FUZZ | {"seed": "x"}, "'seed'"),
+    ("fuzz_equivalence", FUZZ | {"generator": "false"}, "generator fails for seed 5"), ("fuzz_equivalence", FUZZ | {"generator": "no-such-program"}, "no-such-program"),
+    ("fuzz_equivalence", FUZZ | {"generator": "echo", "oracle": "false"}, "oracle fails for seed 5"),
+    ("fuzz_equivalence", FUZZ | {"generator": "echo", "oracle": "echo 1"}, "alike"),
+    ("multi_protocol", {"checks": []}, "'checks'"), ("multi_protocol", {"checks": [TCP | {"protocol": "ftp"}]}, "checks[0]: protocol must be one of"),
+    ("multi_protocol", {"checks": [TCP, TCP | {"port": 0}]}, "checks[1]: the field 'port'"), ("multi_protocol", {"checks": [TCP | {"status": 200}]}, "knows no field 'status'"),
+    ("multi_protocol", {"checks": [TCP | {"protocol": "smtp"}]}, "needs the field 'from'"), ("multi_protocol", {"checks": [5]}, "checks[0]"),
+    ("multi_protocol", {"checks": [{"protocol": "grpc", "port": 1, "method": "/a/B", "request": {"x": 1}, "expect": {}}]}, "'request'"),
+]
+
+
+@pytest.mark.parametrize("kind, declared, words", BAD_DECLARATIONS)
+def test_a_bad_declaration_is_one_clear_line(kind, declared, words, tmp_path):
+    path = tmp_path / "verifier.json"
+    path.write_text(declared if isinstance(declared, str) else json.dumps(declared))
+    got = subprocess.run([sys.executable, f"{ROOT}/verifiers/{kind}.py", path], capture_output=True, text=True, timeout=20)
+    assert got.returncode and got.stderr.startswith("verifier.json: ") and words in got.stderr and got.stderr.count("\n") == 1, got
+
+
+def test_a_bad_declaration_gives_no_reward(backend):
+    with Sandbox(verifier_task("exact_text", {"files": {"a": {"file": "none"}}}), backend) as s:
+        with pytest.raises(TaskError, match="no valid reward even on the untouched task: the verifier wrote no reward"):
+            s.grade()
+        assert "verifier.json: there is no test file 'none'" in s._verify()[2]
+
+
+# ------------------------------------------------------------------------------------------------ fixtures
+
+LEGACY = r"""
+#include <stdio.h>
+#include <string.h>
+/* a comment that nobody reads: rot-thirteen-and-a-half */
+static unsigned mix_of_the_ancients(const char *s) {
+    unsigned h = 40503;
+    while (*s) h = h * 31 + (unsigned char)*s++;
+    return h % 99991;
+}
+int main(int argc, char **argv) {
+    const unsigned char key[] = {'m' ^ 90, 'e' ^ 90, 'l' ^ 90, 'o' ^ 90, 'n' ^ 90, 'y' ^ 90};
+    char plain[7] = {0};
+    for (int i = 0; i < 6; i++) plain[i] = key[i] ^ (90 + argc - 2);
+    if (argc != 2) return 2;
+    printf(strcmp(argv[1], plain) ? "%u\n" : "open\n", mix_of_the_ancients(argv[1]));
+}
+"""
+TALLY = {
+    "tally.c": '#include "tally.h"\ndouble mean(const int *x, int n) {\n    double sum = 0;\n    for (int i = 0; i < n; i++) sum += x[i];\n'
+               '    return sum / n;\n}\n',
+    "tally.h": "double mean(const int *x, int n);\n",
+    "check.c": '#include "tally.h"\n#include <stdio.h>\nint main(void) { int x[] = {1, 2}; printf("%.2f\\n", mean(x, 2)); return mean(x, 2) != 1.5; }\n',
+    "Makefile": "test: check\n\t./check\ncheck: check.c tally.c tally.h\n\t$(CC) -o $@ check.c tally.c\n"}
+STORE = ("import http.server\nclass H(http.server.BaseHTTPRequestHandler):\n    def do_GET(self):\n        self.send_response(200); self.end_headers()\n"
+         "        self.wfile.write(b'forty-two')\nhttp.server.HTTPServer(('127.0.0.1', 7001), H).serve_forever()\n")
+WEB = ("import http.server, urllib.request\nstore = dict(l.strip().split('=') for l in open('web.ini'))['store']\n"
+       "class H(http.server.BaseHTTPRequestHandler):\n    def do_GET(self):\n        try: answer, code = urllib.request.urlopen('http://' + store).read(), 200\n"
+       "        except OSError as e: answer, code = str(e).encode(), 502\n        self.send_response(code); self.end_headers(); self.wfile.write(answer)\n"
+       "http.server.HTTPServer(('127.0.0.1', 8080), H).serve_forever()\n")
+TONES = [{"hz": hz, "ms": ms} for hz, ms in [(440, 150), (0, 60), (440, 150), (1320, 90), (0, 100), (697.5, 200)]]
+EVENTS = [{"frame": f, "frames": n, "color": "#c03020", "box": [40, 40, 60, 60]} for f, n in [(3, 2), (17, 1), (18 + 2, 5), (58, 2)]]
+FIXTURES = {                            # the declarations, and what of them nobody may find in the image
+    "image": ({"path": "/app/receipt.png", "format": "png", "text": "Invoice Kestrel\nTotal: 93.20 EUR\npaid by Magnolia Brandt"},
+              ["Kestrel", "93.20 EUR", "Magnolia"]),
+    "audio": ({"path": "/app/dial.wav", "format": "wav", "tones": TONES}, ["697.5", '"hz"']),
+    "audio-speech": ({"path": "/app/message.mp3", "format": "mp3", "speech": "The meeting is at seven on Monday."}, ["meeting is", "seven on"]),
+    "video": ({"path": "/app/gate.mp4", "width": 160, "height": 120, "fps": 10, "frames": 60, "events": EVENTS}, ["#c03020", '"events"']),
+    "stripped_binary": ({"path": "/app/legacy", "source": LEGACY, "flags": ["-O1"], "hidden": ["melony"]},
+                        ["melony", "mix_of_the_ancients", "rot-thirteen", "strcmp(argv"]),
+    "vendored_package": ({"path": "/app/vendor/tally", "files": TALLY,
+                          "perturbation": {"file": "tally.c", "find": "return sum / n;", "replace": "return (int)sum / n;"}},
+                         ["return sum / n"]),
+    "multi_service_compose": ({"path": "/app/shop", "services": [
+        {"name": "store", "command": "python3 store.py", "port": 7001, "files": {"store.py": STORE}},
+        {"name": "web", "command": "python3 web.py", "port": 8080, "files": {"web.py": WEB, "web.ini": "store=127.0.0.1:7001\n"}}],
+        "faults": [{"file": "web/web.ini", "find": "store=127.0.0.1:7001", "replace": "store=127.0.0.1:7010"}]},
+        ["store=127.0.0.1:7001", '"faults"']),
+}
+LOOK = {                                # ordinary tools, and what they say
+    "image": ("tesseract receipt.png - 2>/dev/null", r"Invoice Kestrel\nTotal: 93\.20 EUR\npaid by Magnolia Brandt\s*"),
+    "audio": ("""python3 - <<'E'
+import numpy, wave
+w = wave.open("dial.wav"); rate = w.getframerate(); x = numpy.frombuffer(w.readframes(w.getnframes()), "<i2").astype(float)
+loud = numpy.array([abs(x[i:i + 110]).max() > 2500 for i in range(0, len(x) - 110, 110)] + [False])
+edges = numpy.flatnonzero(numpy.diff(numpy.r_[False, loud])) * 110
+for a, b in zip(edges[::2], edges[1::2]):
+    part = x[a:b]; hz = numpy.fft.rfftfreq(1 << 17, 1 / rate)[abs(numpy.fft.rfft(part, 1 << 17)).argmax()]
+    print(round(hz), end=" ")
+E""", r"440 440 1320 69[78] "),
+    "audio-speech": ("ffmpeg -v error -i message.mp3 m.wav; pocketsphinx_continuous -infile m.wav 2>/dev/null", "the meeting is at seven on monday\n"),
+    "video": ("""ffmpeg -i gate.mp4 2>&1 | grep -oE '160x120|10 fps|00:00:06.00'
+ffmpeg -v error -i gate.mp4 -f rawvideo -pix_fmt gray - | python3 -c '
+import numpy, sys
+x = numpy.frombuffer(sys.stdin.buffer.read(), "u1").reshape(-1, 120, 160)[:, 45:95, 45:95].mean((1, 2))
+print("".join(".#"[int(abs(v - x[0]) > 10)] for v in x))'""", r"00:00:06.00\n160x120\n10 fps\n" + "".join(
+        "#" if any(e["frame"] <= i < e["frame"] + e["frames"] for e in EVENTS) else r"\." for i in range(60)) + "\n"),
+    "stripped_binary": ("./legacy abc; ./legacy melony; objdump -d legacy | grep -c imul.*0x1f; nm legacy 2>&1; strings legacy | grep -c melon; file legacy",
+                        r"(\d+)\nopen\n[01]\nnm: legacy: no symbols\n0\n.*stripped\n"),
+    "vendored_package": ("cd vendor/tally; make 2>&1 | tail -1; sed -i 's/(int)//' tally.c; make 2>&1 | tail -1; ls -l check | cut -c1-10",
+                         r"make: \*\*\* .*Error 1\n./check\n|.*1\.50\n.*"),
+    "multi_service_compose": ("""cd shop; ./start.sh; echo $?; curl -s -w ' %{http_code}\\n' localhost:8080
+sed -i s/7010/7001/ web/web.ini; ./start.sh >/dev/null; curl -s -w ' %{http_code}\\n' localhost:8080
+./start.sh >/dev/null; echo $?; ps ax | grep -c '[p]ython3 \\(web\\|store\\).py'""",
+                              r"store listens on port 7001\nweb listens on port 8080\n0\n.*refused> 502\nforty-two 200\n0\n4\n"),
+}
+
+def fixture_files(name, declared=None):
+    return {f"fixture/{name}/make.py": Path(ROOT, "fixtures", name.split("-")[0] + ".py").read_text(),
+            f"fixture/{name}/fixture.json": json.dumps(declared or FIXTURES[name][0])}
+
+
+@pytest.fixture(scope="module")
+def fixture_task(domain):
+    """A task with one fixture of each kind, made as gen.py's tasks make them: only /out reaches the image."""
+    dockerfile = ("FROM tmax-base:fixtures AS fixture\nCOPY fixture/ /fixture/\n"
+                  + "".join(f"RUN python3 /fixture/{kind}/make.py /fixture/{kind}/fixture.json /out\n" for kind in FIXTURES)
+                  + f"FROM tmax-base:{domain}\nCOPY --from=fixture /out/ /\nRUN chown -R user:user /app\n")
+    task = task_of(files={}, dockerfile=dockerfile)
+    for kind in FIXTURES:
+        task["files"] |= {path: {"text": text} for path, text in fixture_files(kind).items()}
+    prepare(task, "docker")
+    return task
+
+
+@pytest.mark.parametrize("kind", FIXTURES)
+def test_an_ordinary_tool_recovers_the_truth(fixture_task, kind):
+    command, wanted = LOOK[kind]
+    with Sandbox(fixture_task, "docker") as s:
+        got = s.run(command, timeout=60)
+        assert re.fullmatch(wanted, got.output), got.output
+        assert s.run("find /app ! -user user; find / -name make.py -o -name fixture.json 2>/dev/null").output == ""
+
+
+def contents(data, name, depth=0):
+    """(name, bytes) of a file and of what is packed into it."""
+    yield name, data
+    packed = {b"\x1f\x8b": "gzip", b"BZ": "bz2", b"\xfd7zXZ": "lzma"}
+    try:
+        for magic, module in packed.items():
+            if data.startswith(magic) and depth < 3:
+                yield from contents(__import__(module).decompress(data), f"{name}, unpacked", depth + 1)
+        if data.startswith(b"PK\x03\x04") and depth < 3:
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                for inner in archive.namelist():
+                    yield from contents(archive.read(inner), f"{name}: {inner}", depth + 1)
+    except Exception:                   # it only looks packed, or has a password
+        pass
+
+
+def find_in_image(tag, needles, path):
+    """Where any of these texts stands: in each layer's names and files, packed or not, in the image's settings and history."""
+    with open(path, "wb") as f:
+        f.writelines(sandbox.docker_api(docker_hosts()[0]).get_image(tag))
+    found, layers, settings = [], 0, 0
+    with tarfile.open(path) as image:
+        for entry in filter(tarfile.TarInfo.isfile, image):
+            try:
+                with tarfile.open(fileobj=image.extractfile(entry), mode="r:*") as layer:
+                    layers += 1
+                    for item in layer:
+                        parts = [("its name", f"{item.name} {item.linkname}".encode("utf-8", "replace"))]
+                        parts += contents(layer.extractfile(item).read(), "") if item.isfile() else []
+                        found += [(needle, item.name + where) for where, data in parts for needle in needles if needle in data]
+            except tarfile.ReadError:
+                data = image.extractfile(entry).read()
+                settings += b'"history"' in data
+                found += [(needle, entry.name) for needle in needles if needle in data]
+    assert layers > 3 and settings == 1
+    os.unlink(path)
+    return found
+
+
+def test_no_layer_of_the_image_holds_the_truth(fixture_task, tmp_path):
+    needles = [text.encode() for _, texts in FIXTURES.values() for text in texts]
+    tag = sandbox.docker_image(fixture_task, docker_hosts()[0])[0]
+    assert find_in_image(tag, needles, tmp_path / "image.tar") == []
+
+
+def test_the_search_finds_what_is_there(domain, tmp_path):
+    """Deleted again in a later layer, packed twice, named by a file, in the settings, in the history."""
+    dockerfile = ("FROM tmax-base:core\nCOPY truth-a /app/\nRUN rm /app/truth-a && echo truth-c | gzip | gzip >/app/x && python3 -m zipfile -c /app/y /etc/passwd "
+                  "&& ln -s truth-f /app/z\nENV X=truth-d\nRUN : truth-e\n")
+    task = task_of(files={"truth-a": "truth-b"}, dockerfile=dockerfile)
+    needles = [b"truth-" + bytes([letter]) for letter in b"abcdef"] + [b"/home/user:/bin"]
+    found = find_in_image(sandbox.docker_image(task, docker_hosts()[0])[0], needles, tmp_path / "image.tar")
+    assert {needle for needle, _ in found} == set(needles) and any(where.startswith("app/y") for _, where in found)
+
+
+def test_the_same_declaration_gives_the_same_bytes(fixture_task):
+    """Made twice in another container, and once when the image was built."""
+    other = {"image": {"path": "/app/b.jpg", "text": "speckled", "format": "jpeg", "noise": .1},
+             "audio": {"path": "/app/b.mp3", "speech": "wir sehen uns um sieben", "voice": "de", "format": "mp3"},
+             "video": {"path": "/app/b.mp4", "width": 64, "height": 64, "fps": 25, "frames": 40, "events": [{"frame": 5, "color": "white", "text": "x"}]},
+             "stripped_binary": {"path": "/app/b", "source": "int main(void) { return 3; }", "flags": ["-static"]}}
+    files = {p.replace("fixture/", "fixture/b-") if n else p: text for n, kinds in enumerate((FIXTURES, other)) for kind in kinds
+             for p, text in fixture_files(kind, other[kind] if n else None).items()}
+    task = task_of(files=files, dockerfile="FROM tmax-base:fixtures\nCOPY . /app/\n")
+    with Sandbox(task, "docker") as s, Sandbox(fixture_task, "docker") as built:
+        got = s.run("for out in a b; do for d in fixture/*; do (cd $d && python3 make.py fixture.json /tmp/$out); done; sleep 1.1; done; diff -r /tmp/a /tmp/b && echo same",
+                    timeout=120)
+        assert got.output == "same\n"
+        sums = "find app -type f ! -name 'b*.*' ! -path app/b | sort | xargs sha256sum"
+        there = built.run("cd /; " + sums).output
+        assert s.run("cd /tmp/a; " + sums).output == there and there.count("\n") == len(FIXTURES) + 3 + 3
+        assert "2" in s.run("cd /tmp/a/app; file b.jpg b.mp3 b.mp4 b | grep -cE 'JPEG|MPEG|ISO Media'").output and s.run("/tmp/a/app/b").exit_code == 3
+
+
+IMAGE, AUDIO, SPEECH, VIDEO, BINARY, PACKAGE, COMPOSE = (declared for declared, _ in FIXTURES.values())
+FAULT = PACKAGE["perturbation"]
+BAD_FIXTURES = [
+    ("image", "{", "JSON"), ("image", [], "object"), ("image", IMAGE | {"path": "app/x.png"}, "path"), ("image", IMAGE | {"path": "/app/../x"}, "path"),
+    ("image", IMAGE | {"text": " "}, "text"), ("image", IMAGE | {"text": "a\x07"}, "text"), ("image", IMAGE | {"text": "x\n" * 99}, "60 lines"),
+    ("image", IMAGE | {"format": "gif"}, "'gif'"), ("image", IMAGE | {"font_size": 500}, "font_size"), ("image", IMAGE | {"noise": 1}, "noise"),
+    ("image", {"path": "/app/x", "text": "x"}, "fields must be path, text, format"), ("image", IMAGE | {"colour": "red"}, "fields must be"),
+    ("audio", AUDIO | {"speech": "x"}, "not both"), ("audio", {"path": "/a", "format": "wav"}, "speech or tones"), ("audio", AUDIO | {"tones": []}, "tones"),
+    ("audio", AUDIO | {"tones": [{"hz": 440, "ms": 100}, {"hz": 20, "ms": 100}]}, "tones[1]"), ("audio", AUDIO | {"format": "ogg"}, "'ogg'"),
+    ("audio", SPEECH | {"speech": "..."}, "speech"), ("audio", SPEECH | {"voice": "hal"}, "voice"),
+    ("video", VIDEO | {"width": 161}, "odd"), ("video", VIDEO | {"frames": 10 ** 6}, "frames"), ("video", VIDEO | {"events": []}, "events"),
+    ("video", VIDEO | {"events": [{"frame": 60, "color": "red"}]}, "events[0] does not lie within the 60"), ("video", VIDEO | {"path": "/app/x.avi"}, ".mp4"),
+    ("video", VIDEO | {"events": [{"frame": 1, "color": "blurple"}]}, "'blurple'"), ("video", VIDEO | {"events": [{"frame": 1}]}, "events[0]: its fields"),
+    ("video", VIDEO | {"events": [{"frame": 1, "color": "red", "box": [150, 0, 11, 5]}]}, "box"), ("video", VIDEO | {"background": 3}, "background"),
+    ("stripped_binary", BINARY | {"flags": ["-O2; rm"]}, "'-O2; rm'"), ("stripped_binary", BINARY | {"flags": ["-include", "/etc/passwd"]}, "'-include'"),
+    ("stripped_binary", BINARY | {"flags": "-O2"}, "flags"), ("stripped_binary", BINARY | {"source": None}, "source"),
+    ("stripped_binary", BINARY | {"source": "int main(void) { return x; }"}, "gcc does not take the source"),
+    ("stripped_binary", BINARY | {"source": '#include <stdio.h>\nint main(void) { puts("melony"); }'}, "'melony' can be read"),
+    ("vendored_package", PACKAGE | {"files": {}}, "files"), ("vendored_package", PACKAGE | {"files": {"../x": ""}}, "'../x'"),
+    ("vendored_package", PACKAGE | {"perturbation": FAULT | {"file": "none.c"}}, "none.c"), ("vendored_package", PACKAGE | {"perturbation": []}, "perturbation"),
+    ("vendored_package", PACKAGE | {"perturbation": FAULT | {"find": "sum"}}, "exactly once"), ("vendored_package", PACKAGE | {"perturbation": FAULT | {"find": ""}}, "once"),
+    ("vendored_package", PACKAGE | {"files": TALLY | {"tally.c.orig": TALLY["tally.c"]}}, "still stands in tally.c.orig"),
+    ("vendored_package", PACKAGE | {"perturbation": FAULT | {"replace": "return sum / n; /* right */"}}, "still stands in tally.c"),
+    ("multi_service_compose", COMPOSE | {"services": COMPOSE["services"][:1]}, "2 to 10"), ("multi_service_compose", COMPOSE | {"faults": []}, "faults"),
+    ("multi_service_compose", COMPOSE | {"services": COMPOSE["services"][:1] * 2}, "same name"),
+    ("multi_service_compose", COMPOSE | {"services": [s | {"port": 80} for s in COMPOSE["services"]]}, "port 80"),
+    ("multi_service_compose", COMPOSE | {"services": [s | {"name": "../x"} for s in COMPOSE["services"]]}, "'../x'"),
+    ("multi_service_compose", COMPOSE | {"faults": [{"file": "web.ini", "find": "7001", "replace": "7002"}]}, "no file 'web.ini'"),
+    ("multi_service_compose", COMPOSE | {"faults": [{"file": "web/web.ini", "find": "7001", "replace": "7002"}]}, "still stands in"),
+]
+
+
+@pytest.mark.parametrize("kind, declared, words", BAD_FIXTURES)
+def test_a_bad_fixture_is_one_clear_line(kind, declared, words, tmp_path):
+    path = tmp_path / "fixture.json"
+    path.write_text(declared if isinstance(declared, str) else json.dumps(declared))
+    got = subprocess.run([sys.executable, f"{ROOT}/fixtures/{kind}.py", path, tmp_path / "out"], capture_output=True, text=True)
+    assert got.returncode == 1 and got.stderr.startswith(f"fixture.json ({kind}): ") and words in got.stderr, got
+    assert got.stderr.count("\n") == 1 or "gcc" in words
+
+
+# ------------------------------------------------------------------------------------------------ bases
+
+DOMAINS = ["security", "software_engineering", "file_operations", "data_querying", "data_science", "debugging",
+           "scientific_computing", "data_processing", "system_administration"]
+
+
+def test_every_domain_has_a_stage_that_stands_alone():
+    stages = gen.base_stages()
+    assert [name for name in stages if name not in ("core", "fixtures", "tools", "media")] == DOMAINS
+    for name, dockerfile in stages.items():
+        parents = re.findall(r"(?m)^FROM (\S+) AS (\S+)$", dockerfile)
+        assert parents[0] == ("${BASE}", "core") and parents[-1][1] == name
+        assert all(parent == above for (parent, _), (_, above) in zip(parents[1:], parents))      # nothing that it does not stand on
+
+
+def test_bases_builds_what_is_asked(capsys, monkeypatch, tmp_path):
+    need("docker")
+    code, said = cli(capsys, monkeypatch, gen, "bases", "--domain", "core")
+    assert code == 0 and re.fullmatch(r"tmax-base:core +\d+ MB +\d+ s\n", said)
+    code, said = cli(capsys, monkeypatch, gen, "bases", "--domain", "core", "--domain", "gardening")
+    assert code.startswith("gen.py bases: ") and "gardening" in code and "data_querying" in code and said == ""
+    (tmp_path / "Dockerfile").write_text("ARG BASE=tmax-base:core\nFROM ${BASE} AS x\nRUN echo so; no-such-command\n")
+    monkeypatch.setattr(gen, "BASES", tmp_path / "Dockerfile")
+    code, said = cli(capsys, monkeypatch, gen, "bases")
+    assert code.startswith("gen.py bases: tmax-base:x does not build") and "no-such-command" in code and said == ""
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere.sock")
+    code, said = cli(capsys, monkeypatch, gen, "bases")
+    assert code.startswith("gen.py bases: ") and "nowhere.sock" in code
+
+
+def test_domain_images_are_small_enough():
+    need("docker")
+    sizes = {tag: image["Size"] for image in sandbox.docker_api(docker_hosts()[0]).images("tmax-base")
+             for tag in image["RepoTags"] or [] if tag.split(":")[1] in DOMAINS}
+    assert all(size < 1.5e9 for size in sizes.values()), sizes
