@@ -9,7 +9,7 @@
 #   TORCH_INDEX=URL         another wheel index for torch: with PyTorch's own CPU index (see its install page) a Linux
 #                           machine downloads 200 MB instead of the CUDA build's gigabytes
 #   OUT=runs/demo SEED=0    where the demo writes, and its seed
-#   TASKS=6000 STEPS=36     training tasks and RL steps of the demo
+#   TASKS=4000 STEPS=40     training tasks and RL steps of the demo
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -81,7 +81,7 @@ print("pass@1 %.1f%% +- %.1f%%" % (100 * s["pass_at_k"]["1"], 100 * s["se_tasks"
 }
 
 demo() {
-    local out=${OUT:-runs/demo} seed=${SEED:-0} tasks=${TASKS:-6000} steps=${STEPS:-36} old
+    local out=${OUT:-runs/demo} seed=${SEED:-0} tasks=${TASKS:-4000} steps=${STEPS:-40} old
     if [ -e "$out" ]; then
         old="$out.$(date +%Y%m%d-%H%M%S)"
         mv "$out" "$old"
@@ -99,7 +99,7 @@ demo() {
     stage "tokenizer and model" python builtin/tiny.py --rollouts "$out/demos.jsonl" --seed "$seed" --out "$out/tiny"
     stage "supervised fine-tuning" env OMP_NUM_THREADS=2 python sft.py \
         --model "$out/tiny" --rollouts "$out/demos.jsonl" --out "$out/sft" --seed "$seed" \
-        --epochs 2 --batch-size 32 --lr 3e-3 --beta2 0.98 --micro-batch-tokens 2048 --no-gradient-checkpointing
+        --epochs 2 --batch-size 8 --lr 2e-3 --beta2 0.98 --micro-batch-tokens 2048 --no-gradient-checkpointing
     # shellcheck disable=SC2086
     stage "test after SFT" env OMP_NUM_THREADS=2 python eval.py run \
         --tasks "$out/test.jsonl" --model "$out/sft/last" --attempts 2 --out "$out/eval_sft.jsonl" $limits
@@ -109,7 +109,7 @@ demo() {
         --model "$out/sft/last" --tasks "$out/tasks.jsonl" --out "$out" --seed "$seed" \
         --prompts 16 --group-size 8 --lag 1 --max-refill 2 --steps "$steps" --lr 3e-4 --beta2 0.95 \
         --micro-batch-tokens 4096 --no-gradient-checkpointing \
-        --eval-tasks "$out/val.jsonl" --eval-every 12 --eval-attempts 1 --workers 64 $limits
+        --eval-tasks "$out/val.jsonl" --eval-every 10 --eval-attempts 1 --workers 64 $limits
     # shellcheck disable=SC2086
     stage "test after RL" env OMP_NUM_THREADS=2 python eval.py run \
         --tasks "$out/test.jsonl" --model "$out/last" --attempts 2 --out "$out/eval_rl.jsonl" $limits

@@ -1,4 +1,4 @@
-"""The demo's task families: small terminal tasks that a 0.9 M-parameter model can learn from scratch.
+"""The demo's task families: small terminal tasks that a model of 0.65 M parameters can learn from scratch.
 
 A family is one function. It gets a Draw (seeded random choices) and returns the instruction, the files, the
 bash check that grades, the right commands, and some plausible mistakes. `make_task` makes that a Task record.

@@ -1,4 +1,4 @@
-"""The demo's model: a Qwen3 of 0.9 M parameters and its tokenizer, made from demonstrations, as a checkpoint.
+"""The demo's model: a Qwen3 of 0.65 M parameters and its tokenizer, made from demonstrations, as a checkpoint.
 
     python builtin/tiny.py --rollouts demos.jsonl --out tiny
 
@@ -111,7 +111,7 @@ def constant_units(tokenizer) -> list[str]:
 
 
 def make_model(tokenizer, seed: int):
-    """A Qwen3 of 0.9 M parameters with mimetic initialisation."""
+    """A Qwen3 of 0.65 M parameters with mimetic initialisation."""
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
@@ -119,7 +119,7 @@ def make_model(tokenizer, seed: int):
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
-        num_hidden_layers=4,
+        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=32,
