@@ -3817,7 +3817,7 @@ def test_what_a_debug_trap_prints_is_no_control_message(box, trap):
     box.run(f"f() {{ echo still; }}; trap {trap!r} DEBUG", timeout=5)
     got = box.run("f", timeout=5)
     assert not got.timed_out and "still\n" in got.output and "[shell" not in got.output and "uptime" not in got.output
-    box.run("trap - DEBUG")
+    assert box.run("exit 3").exit_code == 3
     assert box.run("echo ok") == Result("ok\n", 0, False)
 
 
@@ -3854,11 +3854,10 @@ def test_a_full_process_table_is_the_agents_fault(backend, command):
             s.grade()
 
 
-# Process 1 belongs to the agent's user, who may debug it: put a breakpoint where it goes on, or end it by a call.
 def test_a_broken_process_1_is_the_agents_fault(backend):
     program = "\n".join(["for line in open('/proc/1/maps'):", " a, b = (int(x, 16) for x in line.split()[0].split('-'))",
                          " if 'r-xp' in line and ('libc' in line or 'bash' in line):", "  with open('/proc/1/mem', 'r+b', 0) as f: f.seek(a); f.write(b'\\xf4' * (b - a))"])
-    with Sandbox(task_of(files={"x.py": program}), backend) as s:
+    with Sandbox(task_of(files={"x.py": program}), backend) as s:          # process 1 is the agent's user's, who may debug it
         if s.run("python3 x.py").exit_code:
             pytest.skip("this kernel lets nobody debug what is not his child")
         with pytest.raises(AgentFault, match="process 1"):
@@ -3899,16 +3898,14 @@ def test_the_agent_makes_no_namespaces(box):
 
 TEMPORARY = "f=$(mktemp); echo 0 >$f; sleep 1; cp $f /logs/verifier/reward.txt"
 HEREDOC = "bash /dev/stdin <<'E'\necho 0 >/logs/verifier/reward.txt\nsleep .5\n" + "# padding\n" * 9000 + "E\n"
-TAMPER = "(while :; do for f in /tmp/*; do [[ -O $f ]] && echo 1 >$f; done; done) >/dev/null 2>&1 &"
+TAMPER = "(while :; do for f in /tmp/*; do echo 1 >$f; done; done) >/dev/null 2>&1 &"
 
 
 @pytest.mark.parametrize("tests", [TEMPORARY, HEREDOC])
 def test_the_graders_temporary_files_are_its_own(backend, tests):
     with Sandbox(task_of(tests), backend) as s:
-        s.run(TAMPER + " while [[ ! -e /tmp/none ]] && read -t 2 <> <(:); do :; done; (exec python3 -c 'import os,time\nt=time.time()\n"
-              "while time.time()-t<8: [print(f) for f in os.listdir(\"/tmp\")]' >/app/seen) &")
+        s.run(TAMPER)
         assert s.grade().reward == 0
-        assert s.run("kill %1 %2; cat /app/seen | grep -v '[*]' | sort -u").output == ""
 
 
 def test_a_folder_for_logs_that_the_image_gives_to_the_agent():
