@@ -15,8 +15,8 @@ TaskError the task's, AgentFault the agent's (reward 0, trained on).
 
 Left out: a terminal (PTY); under bubblewrap also the network, CPU limits, and any uid but the agent's.
 """
-import atexit, base64, collections, contextlib, fcntl, fnmatch, functools, glob, hashlib, io, itertools, json, math
-import os, platform, posixpath, re, resource, secrets, select, shlex, shutil, signal, socket, struct, subprocess
+import atexit, base64, collections, contextlib, ctypes, fcntl, fnmatch, functools, glob, hashlib, io, itertools, json
+import math, os, platform, posixpath, re, resource, secrets, select, shlex, shutil, signal, socket, struct, subprocess
 import sys, tarfile, tempfile, threading, time, warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -752,7 +752,18 @@ ETC = {
 }
 # awk: a link
 HOST_ETC = ["alternatives", "ld.so.cache", "ssl/certs", "ssl/openssl.cnf", "magic", "mime.types"]
-spawner = ThreadPoolExecutor(1, "sandbox-spawner")
+KEYCTL = {"x86_64": 250, "aarch64": 219}                           # a system call without a function in libc
+
+
+def new_spawner():
+    """One thread, which has a session keyring of its own, as has what it starts: the caller's may hold secrets."""
+    def leave_keyring():
+        if sys.platform == "linux" and platform.machine() in KEYCTL:
+            ctypes.CDLL(None).syscall(KEYCTL[platform.machine()], 1, None)   # KEYCTL_JOIN_SESSION_KEYRING
+    return ThreadPoolExecutor(1, "sandbox-spawner", leave_keyring)
+
+
+spawner = new_spawner()
 uids = itertools.count(0x70000000)                                 # for root: host uids that nobody else has
 
 
@@ -1506,7 +1517,7 @@ def forked():
     """In a forked child: its exit must not end its parent's sandboxes, and it has no spawner thread."""
     global spawner
     live.clear()
-    spawner = ThreadPoolExecutor(1, "sandbox-spawner")
+    spawner = new_spawner()
 
 
 os.register_at_fork(after_in_child=forked)

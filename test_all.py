@@ -3920,3 +3920,25 @@ def test_a_folder_for_logs_that_the_image_gives_to_the_agent():
                 assert s.grade().reward == 0
             except VerifierFailed:
                 pass
+
+
+def test_the_hosts_keyring_is_out_of_reach():
+    """In a process of its own, whose session keyring gets a key."""
+    need("bwrap")
+    if os.uname().machine not in ("x86_64", "aarch64"):
+        pytest.skip("other system calls here")
+    request = "import ctypes,os\nkey = ctypes.CDLL(None).syscall({'x86_64': 249, 'aarch64': 218}[os.uname().machine], b'user', b'token', 0, 0)\nprint('reached' if key > 0 else 'no key')\n"
+    task = task_of("python3 /app/look.py; echo 0 >/logs/verifier/reward.txt", files={"look.py": request})
+    code = f"""
+import ctypes, os
+call, (add, control) = ctypes.CDLL(None).syscall, {{"x86_64": (248, 250), "aarch64": (217, 219)}}[os.uname().machine]
+call(control, 1, None); call(add, b"user", b"token", b"SECRET", 6, ctypes.c_int(-3))
+exec({request!r})
+import sandbox
+with sandbox.Sandbox({task!r}, "bwrap") as s:
+    print(s.run("python3 look.py").output, s.grade().log)
+"""
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    if not got.stdout.startswith("reached"):
+        pytest.skip("no keyrings here")
+    assert got.stdout == "reached\nno key\n no key\n\n", got
