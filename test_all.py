@@ -3793,3 +3793,152 @@ def test_domain_images_are_small_enough():
     sizes = {tag: image["Size"] for image in sandbox.docker_api(docker_hosts()[0]).images("tmax-base")
              for tag in image["RepoTags"] or [] if tag.split(":")[1] in DOMAINS}
     assert all(size < 1.5e9 for size in sizes.values()), sizes
+
+
+# ================================================================================================ sandbox.py under attack
+
+def test_a_loop_word_outside_of_a_loop_ends_the_command_alone(shared):
+    for command in ("break", "continue", "if true; then break; fi", "echo a; continue 1"):
+        assert shared.run(command).exit_code == 0
+        assert shared.run("echo ok") == Result("ok\n", 0, False), command
+
+
+@pytest.mark.parametrize("command", ["for fd in {3..255}; do eval \"exec $fd>&-\"; done", "exec 10<&-", "exec 11>&- 12>&- 13>&- 14>&-",
+                                     "ulimit -n 4; true", "break 9", "continue 9", "exec 198>&- 199>&-"])
+def test_a_shell_that_loses_its_descriptors_or_its_loop_comes_back(box, command):
+    box.run("cd /tmp; export A=1")
+    box.run(command, timeout=20)
+    got = box.run("pwd; echo $A", timeout=20)
+    assert got.output.removesuffix(sandbox.RESTARTED).endswith("/tmp\n1\n") and not got.timed_out
+
+
+@pytest.mark.parametrize("trap", ["echo K >&2", "echo K", 'echo "+ $BASH_COMMAND" >&2', r"printf '\0R0\0' >&2", r"printf '\0K\0'"])
+def test_what_a_debug_trap_prints_is_no_control_message(box, trap):
+    box.run(f"f() {{ echo still; }}; trap {trap!r} DEBUG", timeout=5)
+    got = box.run("f", timeout=5)
+    assert not got.timed_out and "still\n" in got.output and "[shell" not in got.output and "uptime" not in got.output
+    assert box.run("exit 3").exit_code == 3
+    assert box.run("echo ok") == Result("ok\n", 0, False)
+
+
+STOLEN = "read -r -d '' -u 10 nonce; "       # the shell's own stdin, which bash keeps on 10 meanwhile
+
+
+@pytest.mark.parametrize("numbers", ["inf 1 1 1 1 1/1 1", "nan 1 1 1 1 1/1 1", "1 1 1 1 1 1/1 " + "9" * 5000, "1e999 1 1 1 1 1/1 1", "1 1 1 1 1 1/1 inf"])
+def test_a_forged_end_of_a_command_raises_nothing(box, numbers):
+    box.run(STOLEN + f"printf '\\0E0 hB %s {numbers}\\n/\\n\\0' $nonce >/proc/1/fd/3; printf %s $nonce; sleep .5", timeout=3)
+    box.run("echo", timeout=3)
+    assert box.run("echo ok", timeout=10).output.endswith("ok\n")
+
+
+def test_output_after_a_forged_marker_is_bounded(box):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    got = box.run(STOLEN + "printf %s $nonce; head -c 300000000 /dev/zero | tr '\\0' x; sleep 30", timeout=10)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30_000       # KiB
+    assert len(got.output) < 11_000 and box.run("echo ok", timeout=10).output.endswith("ok\n")
+
+
+# Forks whatever the limit leaves, in an older job, which a timeout does not end.
+FILLER = "python3 -c 'import os,time,signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True:\n try:\n  os.fork() or time.sleep(999)\n except OSError: time.sleep(.001)' & sleep 3"
+
+
+@pytest.mark.parametrize("command", ["exit 3", "while :; do :; done"])
+def test_a_full_process_table_is_the_agents_fault(backend, command):
+    with Sandbox(task_of(limits={"verifier_s": 30}), backend) as s:
+        with pytest.raises(AgentFault):
+            s.run(FILLER, timeout=20)
+            s.run(command, timeout=2)
+            s.run("echo", timeout=2)
+            s.run("echo", timeout=2)
+        with pytest.raises(AgentFault):
+            s.grade()
+
+
+def test_a_broken_process_1_is_the_agents_fault(backend):
+    program = "\n".join(["for line in open('/proc/1/maps'):", " a, b = (int(x, 16) for x in line.split()[0].split('-'))",
+                         " if 'r-xp' in line and ('libc' in line or 'bash' in line):", "  with open('/proc/1/mem', 'r+b', 0) as f: f.seek(a); f.write(b'\\xf4' * (b - a))"])
+    with Sandbox(task_of(files={"x.py": program}), backend) as s:          # process 1 is the agent's user's, who may debug it
+        if s.run("python3 x.py").exit_code:
+            pytest.skip("this kernel lets nobody debug what is not his child")
+        with pytest.raises(AgentFault, match="process 1"):
+            s.run("kill -9 $$", timeout=5)
+            s.run("echo", timeout=5)
+
+
+SHARED = {
+    "shared pages": "import mmap,time\nm=mmap.mmap(-1, 300<<20)\nfor i in range(300): m[i<<20:(i+1)<<20]=b'x'*(1<<20)\ntime.sleep(20)",
+    "memfd": "import os,time\nfd=os.memfd_create('x')\nfor i in range(300): os.write(fd, b'x'*(1<<20))\ntime.sleep(20)",
+    "empty files": "import time\ntry:\n for i in range(300000): open('/tmp/%d' % i, 'w').close()\nexcept OSError: pass\ntime.sleep(20)",
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_watchdog_counts_memory_that_no_process_owns(kind):
+    need("bwrap")
+    with Sandbox(task_of(files={"x.py": SHARED[kind]}, limits={"memory_mb": 200}), "bwrap") as s:
+        with pytest.raises(SandboxKilled, match="memory"):
+            s.run("python3 x.py", timeout=60)
+
+
+def test_watchdog_counts_shared_memory_once():
+    need("bwrap")
+    program = ("import mmap,os,time\nm=mmap.mmap(-1, 60<<20)\nf=open('/tmp/x','w+b'); f.truncate(60<<20); n=mmap.mmap(f.fileno(), 60<<20)\n"
+               "for k in (m, n):\n for i in range(60): k[i<<20:(i+1)<<20]=b'x'*(1<<20)\n"
+               "for _ in range(5):\n if not os.fork():\n  sum(m[::4096]) + sum(n[::4096]); time.sleep(3); os._exit(0)\ntime.sleep(4)")
+    with Sandbox(task_of(files={"x.py": program}, limits={"memory_mb": 256}), "bwrap") as s:
+        assert s.run("python3 x.py; echo ok", timeout=60) == Result("ok\n", 0, False)
+
+
+def test_the_agent_makes_no_namespaces(box):
+    """With a user namespace of its own it could mount folders that nothing counts."""
+    assert box.run("unshare -Ur true").exit_code and box.run("unshare -Urm mount -t tmpfs none /tmp").exit_code
+    assert box.run("python3 -c 'import ctypes,os; c=ctypes.CDLL(None).syscall; print(c({\"x86_64\": 56, \"aarch64\": 220}[os.uname().machine], 0x10000000 | 17, 0, 0, 0, 0))'").output == "-1\n"
+    assert box.run("python3 -c 'import threading,subprocess; threading.Thread(target=lambda: print(subprocess.getoutput(\"echo ok\"))).start()'").output == "ok\n"
+
+
+TEMPORARY = "f=$(mktemp); echo 0 >$f; sleep 1; cp $f /logs/verifier/reward.txt"
+HEREDOC = "bash /dev/stdin <<'E'\necho 0 >/logs/verifier/reward.txt\nsleep .5\n" + "# padding\n" * 9000 + "E\n"
+TAMPER = "(while :; do for f in /tmp/*; do echo 1 >$f; done; done) >/dev/null 2>&1 &"
+
+
+@pytest.mark.parametrize("tests", [TEMPORARY, HEREDOC])
+def test_the_graders_temporary_files_are_its_own(backend, tests):
+    with Sandbox(task_of(tests), backend) as s:
+        s.run(TAMPER)
+        assert s.grade().reward == 0
+
+
+def test_a_folder_for_logs_that_the_image_gives_to_the_agent():
+    need("docker")
+    loop = "cd /logs; (while :; do mkdir -p verifier/x; for i in 1 2 3 4 5 6 7 8; do echo 1 >verifier/reward.txt; echo 1 >verifier/x/$RANDOM; done; done) >/dev/null 2>&1 &"
+    with Sandbox(task_of("sleep .3; echo 0 >/logs/verifier/reward.txt; sleep .3", dockerfile=DOCKERFILE + "RUN mkdir -m 777 /logs\n"), "docker") as s:
+        assert s.grade().reward == 0
+        for _ in range(4):
+            s.run(loop)
+        for _ in range(5):
+            try:
+                assert s.grade().reward == 0
+            except VerifierFailed:
+                pass
+
+
+def test_the_hosts_keyring_is_out_of_reach():
+    """In a process of its own, whose session keyring gets a key."""
+    need("bwrap")
+    if os.uname().machine not in ("x86_64", "aarch64"):
+        pytest.skip("other system calls here")
+    request = "import ctypes,os\nkey = ctypes.CDLL(None).syscall({'x86_64': 249, 'aarch64': 218}[os.uname().machine], b'user', b'token', 0, 0)\nprint('reached' if key > 0 else 'no key')\n"
+    task = task_of("python3 /app/look.py; echo 0 >/logs/verifier/reward.txt", files={"look.py": request})
+    code = f"""
+import ctypes, os
+call, (add, control) = ctypes.CDLL(None).syscall, {{"x86_64": (248, 250), "aarch64": (217, 219)}}[os.uname().machine]
+call(control, 1, None); call(add, b"user", b"token", b"SECRET", 6, ctypes.c_int(-3))
+exec({request!r})
+import sandbox
+with sandbox.Sandbox({task!r}, "bwrap") as s:
+    print(s.run("python3 look.py").output, s.grade().log)
+"""
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    if not got.stdout.startswith("reached"):
+        pytest.skip("no keyrings here")
+    assert got.stdout == "reached\nno key\n no key\n\n", got

@@ -152,7 +152,7 @@ def as_agent(command):
     """The arguments of spawn for it. The shell's exec gives a missing program the code 127 in both places."""
     words, more = agents_place()
     command = shlex.split(command) if isinstance(command, str) else command
-    env = {**os.environ, "HOME": "/home/user", "USER": "user"}
+    env = {**os.environ, "HOME": "/home/user", "USER": "user", "TMPDIR": "/tmp"}
     return [*words, "sh", "-c", 'exec "$@"', "sh", *command], {**more, "env": env, "cwd": WORKDIR}
 
 
