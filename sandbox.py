@@ -770,8 +770,8 @@ uids = itertools.count(0x70000000)                                 # for root: h
 @functools.lru_cache(None)
 def etc_folder():
     """A small /etc for all sandboxes of this run: one mount in each, where ten would be a good part of its start."""
-    folder = os.path.join(tempfile.gettempdir(), "etc-" + run_label())
-    os.makedirs(folder + "/ssl", exist_ok=True)
+    folder = tempfile.mkdtemp(prefix=f"etc-{run_label()}.")        # nobody can have been there before us
+    os.mkdir(folder + "/ssl")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name, text in ETC.items():
         with open(f"{folder}/{name}", "w") as f:
