@@ -9,19 +9,27 @@ sample    specs of tasks: one value from each axis of taxonomy.json, which an LL
 stats     what a corpus is made of: balance over the axes, lengths, overlap with a benchmark
 """
 import argparse
+import ast
 import json
 import math
 import os
 import random
 import re
 import sys
+import threading
 from collections import Counter, defaultdict
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
 
+from tqdm import tqdm
+
+import rollout
+import sandbox
 from builtin.families import FAMILIES, make_task
 from sandbox import file_bytes, numbered_records
+
+HERE = Path(__file__).parent
 
 
 def write_tasks(path, tasks):
@@ -327,6 +335,548 @@ def sample(args):
 
 
 # ------------------------------------------------------------------------------------------------------------
+# make: what the model is told
+
+TASK_PROMPT = """\
+You write tasks that teach an AI agent to work in a Linux terminal. A task has an instruction, which is all that the
+agent is told; an environment, a container that it works in; a verifier, which grades what the agent leaves behind;
+and a reference solution. Write one task along these lines:
+
+domain: {domain}
+kind of skill: {skill_type}
+skills it must call for: {skills}
+who asks, and so in what tone and setting: {persona}
+language of any code: {language}
+length: {task_complexity}. {task_complexity_is}
+means: {command_complexity}. {command_complexity_is}
+fixture, the material at its heart: {fixture}. {fixture_is}
+verifier: {verifier}. {verifier_is}
+
+What makes a task good:
+- One definite outcome. The instruction names every path (absolute), format, port and threshold that is graded.
+- It gives away neither the answer nor the way there. It never mentions the verifier, the tests or this text.
+- The agent is the user `user`, who owns /app and starts there. It has no root, no internet, one CPU, 2 GB of memory,
+  and two minutes a command. What is graded lies below /app or is served on a port above 1024.
+- Nothing depends on the date, on chance without a fixed seed, or on the speed of the machine, unless speed is graded.
+- You will have to write everything it needs as text: sources, data, scripts that make data. Small is fine, trivial
+  is not: the data should hold the irregularities that such data has in practice.
+
+First write the task alone. Its environment and verifier come next. Reply with these sections and nothing else, each
+tag on a line of its own:
+
+<instruction>
+what the agent is told
+</instruction>
+<truth>
+what only you and the verifier know: the right answer with the figures, strings or behaviours that are graded
+</truth>
+{fixture_part}"""
+
+FIXTURE_PART = """\
+<fixture>
+one JSON object, the declaration of the fixture as described here:
+</fixture>
+
+The fixture is made from its declaration while the image is built. Only the artefact itself will be in the image, never
+the declaration, so put into the artefact what the agent has to find out, and nothing of that into other files.
+
+{contract}
+"""
+
+ENVIRONMENT_PROMPT = """\
+Good. Now its environment, verifier and reference solution, as these sections and nothing else, each tag on a line of
+its own; `file` and `test` as often as you need them, or not at all:
+
+<dockerfile>
+the lines that follow the FROM line: COPY, RUN, ENV, WORKDIR. They run as root, in /app.
+</dockerfile>
+<file path="data/readings.csv">
+one file of the build context
+</file>
+<verifier>
+one JSON object, the declaration of the verifier as described below
+</verifier>
+<test path="expected.txt">
+one file for the verifier alone; it will lie in /tests, which exists only while grading
+</test>
+<solution>
+a bash script that solves the task as the agent would: as `user`, in /app, without internet, in two minutes at most
+</solution>
+
+- COPY takes your own files, each by its name (or by the name of a folder of your own); `COPY .` is refused.
+- Neither answers nor tests nor the solution may be in the image. In the end /app is made over to `user`.
+- {fixture_note}
+- The verifier runs once before anybody has done anything and must then give less than 1, and must not crash. After the
+  solution it must give exactly 1, every time.
+- The image that FROM names was built like this; packages beyond it you install in a RUN (apt-get, pip):
+
+{base}
+
+The verifier, {verifier}:
+
+{contract}
+"""
+
+REPAIR_PROMPT = """\
+That cannot be used: {complaint}
+
+Correct it, and send the whole reply again, every section of it, with nothing else around them."""
+
+
+# ------------------------------------------------------------------------------------------------------------
+# make: what comes back
+
+SECTIONS = "instruction|truth|fixture|dockerfile|file|verifier|test|solution"
+SECTION = re.compile(rf'^<({SECTIONS})(?: path="([^"\n]*)")?>[ \t]*\n(.*?)^</\1>[ \t]*$', re.M | re.S)
+TAG = re.compile(rf"^[ \t]*</?(?:{SECTIONS})\b.*", re.M)
+KNOBS = {"exact_text": ["files"], "metric_threshold": ["threshold"], "adversarial_corpus": ["malicious", "benign"],
+         "fuzz_equivalence": ["n"], "multi_protocol": ["checks"]}      # what makes a verifier harder, in its declaration
+INSTRUCTIONS = {"COPY", "ADD", "RUN", "ENV", "WORKDIR", "ARG", "SHELL", "LABEL", "EXPOSE"}
+FIXTURE_STAGE = """\
+FROM {base}:fixtures AS fixture
+COPY fixture/ /fixture/
+RUN python3 /fixture/make.py /fixture/fixture.json /out
+"""
+
+
+class Rejected(Exception):
+    """What a model sent cannot be used. reason: the word that it is counted under; the message is for the model."""
+
+    def __init__(self, reason, message, checked=None):
+        super().__init__(message)
+        self.reason, self.checked = reason, checked or {}
+
+
+class Stop(Exception):
+    """No call can follow this one: the money is spent, or nobody answers."""
+
+
+def parse_reply(text, once, many=()):
+    """A reply's sections: {name: text} for those that come once, {name: {path: text}} for the others.
+
+    Strict, since what is guessed at here is a broken task later. Thinking before the answer is skipped, and a
+    section that stands in a code fence as a whole is taken out of it; talk between sections does no harm."""
+    def malformed(what):
+        raise Rejected("format", what)
+
+    if re.search("[\0\ufffd\ud800-\udfff]", text):
+        malformed("it is not valid UTF-8 text")
+    text = text.partition("</think>")[2] or text
+    parts = {name: {} for name in many}
+    for name, path, body in SECTION.findall(text):
+        if inner := TAG.search(body):
+            malformed(f"<{name}> is not closed before {inner[0].strip()}")
+        if name not in (*once, *many) or (name in many) != bool(path):
+            malformed(f"there must be no <{name}{' path' if path else ' without path' if name in many else ''}>")
+        if path in parts[name] if name in many else name in parts:
+            malformed(f"there are two <{name}{f' path={path}' if path else ''}> sections; give one answer")
+        lines = body.strip().split("\n")
+        if name not in ("instruction", "truth") and lines[0].startswith("```"):
+            if lines[-1].strip() != "```" or len(lines) < 2:
+                malformed(f"the code fence in <{name}> does not end with the section")
+            body = "\n".join(lines[1:-1]) + "\n"
+        if name in many:
+            parts[name][path] = body
+        else:
+            parts[name] = body.strip()
+    if stray := TAG.search(SECTION.sub("", text)):
+        malformed(f"{stray[0].strip()[:80]}: each tag stands on a line of its own, and each section is closed")
+    if missing := [name for name in once if not parts.get(name) and (name != "dockerfile" or name not in parts)]:
+        malformed(f"the section <{missing[0]}> is missing or empty")
+    return parts
+
+
+def parse_json(name, text):
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise Rejected("format", f"<{name}> is not valid JSON: {e}") from None
+    if not isinstance(value, dict):
+        raise Rejected("format", f"<{name}> must be one JSON object")
+    return value
+
+
+def recipe(kind, folder):
+    """A fixture's or verifier's script, which goes into the task, and its docstring, which the model is shown."""
+    path = HERE / folder / f"{kind}.py"
+    if not path.exists():
+        raise ValueError(f"{kind!r} has no recipe: write {folder}/{kind}.py")
+    text = path.read_text(encoding="utf-8")
+    return text, ast.get_docstring(ast.parse(text))
+
+
+def fixture_files(kind, declaration):
+    return {"fixture/make.py": {"text": recipe(kind, "fixtures")[0]},
+            "fixture/fixture.json": {"text": json.dumps(declaration, ensure_ascii=False, indent=1)}}
+
+
+def check_dockerfile(text, files):
+    """The model's lines may take its own files along and nothing else: no fixture's declaration, no other stage."""
+    for line in sandbox.dockerfile_lines(text):
+        word, rest = (line.split(None, 1) + [""])[:2]
+        if word.upper() not in INSTRUCTIONS:
+            raise Rejected("format", f"<dockerfile> must not have {word}, only {', '.join(sorted(INSTRUCTIONS))}")
+        options = re.match(r"(?:--\S+\s+)*", rest)[0]
+        if word.upper() not in ("COPY", "ADD"):
+            if options:
+                raise Rejected("format", f"<dockerfile>: {word} {options.strip()}: no options")
+            continue
+        if re.sub(r"--(chown|chmod)=\S+", "", options).strip():
+            raise Rejected("format", f"<dockerfile>: {word} {options.strip()}: only --chown and --chmod")
+        rest = rest[len(options):]
+        try:
+            sources = (json.loads(rest) if rest.startswith("[") else rest.split())[:-1]
+        except ValueError:
+            sources = [rest]
+        for source in sources:       # plain names and * alone, so that no quoting or variable means something else
+            if not re.fullmatch(r"[\w./*@+,-]+", source):
+                raise Rejected("format", f"<dockerfile>: {word} {source}: plain names of your files only")
+            taken = [path for path, _ in sandbox.copy_sources(files, [source]).values()]
+            if not taken:
+                raise Rejected("format", f"<dockerfile>: {word} {source}: none of your files is that")
+            if any(path.startswith("fixture/") for path in taken):
+                raise Rejected("format", f"<dockerfile>: {word} {source} would take the fixture's declaration "
+                                         "into the image; name your own files")
+
+
+def assemble(spec, plan, parts, base):
+    """A Task record (DESIGN "Records") of a spec and the sections of both replies."""
+    axes, declaration = spec["axes"], parse_json("verifier", parts["verifier"])
+    files = {path: {"text": text, **({"mode": "755"} if text.startswith("#!") else {})}
+             for path, text in parts["file"].items()}
+    stage, copy = "", ""
+    if axes["fixture"] != "text_only":
+        if clash := [path for path in files if path.split("/")[0] == "fixture"]:
+            raise Rejected("format", f"<file path={clash[0]}>: the folder fixture is not yours")
+        files |= fixture_files(axes["fixture"], plan["fixture"])
+        stage, copy = FIXTURE_STAGE.format(base=base), "COPY --from=fixture /out/ /\n"
+    if clash := set(parts["test"]) & {"test.sh", "verifier.py", "verifier.json"} or set(files) & {".dockerignore"}:
+        raise Rejected("format", f"{min(clash)} is not yours to write")
+    check_dockerfile(parts["dockerfile"], files)
+    missing = [name for name in KNOBS.get(axes["verifier"], []) if name not in declaration]
+    if missing:
+        raise Rejected("format", f"<verifier> does not declare {missing[0]}")
+    knob = {name: declaration[name] for name in KNOBS.get(axes["verifier"], [])}
+    return {
+        "id": spec["id"], "instruction": plan["instruction"], "axes": axes,
+        "knob": {name: len(x) if isinstance(x, (list, dict)) else x for name, x in knob.items()},
+        "dockerfile": f"{stage}FROM {base}:{axes['domain']}\nWORKDIR /app\n{copy}{parts['dockerfile']}\n"
+                      "RUN chown -R user:user /app\nWORKDIR /app\n",
+        "files": files,
+        "tests": {"test.sh": {"text": "python3 /tests/verifier.py /tests/verifier.json\n"},
+                  "verifier.py": {"text": recipe(axes["verifier"], "verifiers")[0]},
+                  "verifier.json": {"text": json.dumps(declaration, ensure_ascii=False, indent=1)},
+                  **{path: {"text": text} for path, text in parts["test"].items()}},
+        "solution": {"solve.sh": {"text": parts["solution"] + "\n"}},
+        "truth": plan["truth"], "user": "user", "limits": dict(sandbox.LIMITS)}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# check: nothing is kept that was not run
+
+LEVELS = ["build", "verify", "solve"]
+
+
+def try_task(task, level, backend):
+    """What came of running it: {"build": True, "untouched": reward, "solution": [reward, reward]}, as far as level
+    goes; Rejected with the exact output where it is no good. InfraError is not the task's fault."""
+    checked = {}
+
+    def graded(reason, when, act):
+        try:
+            with sandbox.Sandbox(task, backend) as box:
+                said = act(box)
+                reward, fault, log = box.verify()
+        except sandbox.AgentFault as e:
+            raise Rejected(reason, f"{when}, the sandbox ended: {e}", checked) from None
+        if fault:
+            raise Rejected("verifier", f"{when}, {fault}. The verifier's output:\n{log}\n{said}", checked)
+        return reward, f"The verifier's output:\n{log}\n{said}"
+
+    def solve(box):
+        result = box.run(rollout.solution_command(task))
+        return f"The solution's output:\n{rollout.observation(result)}"
+
+    try:
+        sandbox.check_task(task)
+        sandbox.prepare(task, backend)
+        checked["build"] = True
+        if level != "build":
+            reward, log = graded("verifier", "on the untouched environment", lambda box: "")
+            checked["untouched"] = reward
+            if reward >= 1:
+                raise Rejected("untouched", f"the verifier gives 1 before anybody has done anything. {log}", checked)
+        if level == "solve":
+            if not task.get("solution"):
+                raise Rejected("solution", "there is no reference solution", checked)
+            checked["solution"] = []
+            for _ in range(2):
+                reward, log = graded("solution", "after the reference solution", solve)
+                checked["solution"].append(reward)
+                if reward < 1:
+                    raise Rejected("solution", f"after the reference solution the reward is {reward}. {log}", checked)
+    except sandbox.TaskError as e:
+        raise Rejected("build", str(e), checked) from None
+    return checked
+
+
+def run_all(jobs, function, workers, keep, drop, note=lambda: ""):
+    """function(job) on many threads. What it returns goes to keep, a Rejected to drop. What is neither's fault (an
+    endpoint, an engine) leaves the job for the next run, and three of those in a row end this one.
+
+    Returns the counts by outcome and why it stopped, or None."""
+    why, counts, in_a_row = [], Counter(), 0
+
+    def attempt(job):
+        if why:
+            return job, "left", None
+        try:
+            return job, "kept", function(job)
+        except Rejected as e:
+            return job, e.reason, e
+        except Stop as e:
+            why.append(str(e))
+            return job, "left", None
+        except sandbox.InfraError as e:
+            return job, "left", str(e)
+
+    with tqdm(total=len(jobs), unit="task") as bar:
+        for job, outcome, result in rollout.run_jobs(jobs, attempt, workers):
+            counts[outcome] += 1
+            if outcome == "kept":
+                keep(result)
+            elif outcome != "left":
+                drop(job, result)
+            elif result:
+                tqdm.write(f"{job['id']} is left for the next run: {result}")
+            in_a_row = in_a_row + 1 if outcome == "left" else 0
+            if in_a_row == 3 and not why:
+                why.append(f"three in a row failed for reasons of their own, the last: {result}")
+            bar.set_postfix_str(outcomes(counts) + note(), refresh=False)
+            bar.update(outcome != "left")
+    return counts, why[0] if why else None
+
+
+def outcomes(counts):
+    dropped = ", ".join(f"{reason} {n}" for reason, n in counts.most_common() if reason not in ("kept", "left"))
+    return (f"{counts['kept']} kept, {sum(counts.values()) - counts['kept'] - counts['left']} dropped"
+            + f" ({dropped})" * bool(dropped) + f", {counts['left']} left" * bool(counts["left"]))
+
+
+def open_out(out):
+    """The two files of a run, for what is kept and what is dropped, and the ids that they hold already."""
+    paths = Path(out), Path(out).with_suffix(".dropped.jsonl")
+    paths[0].parent.mkdir(parents=True, exist_ok=True)
+    writers = [sandbox.JsonlWriter(path) for path in paths]                # a torn last line is cut off by this
+    return *writers, {record["id"] for path in paths for record in sandbox.read_jsonl(path)}
+
+
+def check(args):
+    tasks = sandbox.load_tasks(args.tasks)
+    backend = sandbox.resolve_backend(args.backend)
+    kept, dropped, done = open_out(args.out) if args.out else (None, None, set())
+
+    def keep(task):
+        if kept:
+            kept.write(task)
+
+    def drop(task, e):
+        tqdm.write(f"{task['id']}: {e.reason}: {e}")
+        if dropped:
+            dropped.write({"id": task["id"], "axes": task.get("axes"), "reason": e.reason, "detail": str(e),
+                           "checked": e.checked})
+
+    jobs = [task for task in tasks if task["id"] not in done]
+    counts, why = run_all(jobs, lambda task: task | {"checked": try_task(task, args.check, backend)},
+                          args.workers, keep, drop)
+    print(f"{args.tasks}, --check {args.check}: {outcomes(counts)}")
+    if why or counts["kept"] < len(jobs):
+        sys.exit(f"gen.py check: stopped: {why}" if why else 1)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# make
+
+class Client:
+    """The endpoint and its bill, for many threads."""
+
+    def __init__(self, args):
+        self.engine, self.args, self.room = rollout.ChatEngine(args.base_url, args.model), args, threading.Condition()
+        self.calls, self.tokens, self.spent, self.in_flight = 0, [0, 0], 0.0, []
+
+    def cost(self, tokens_in, tokens_out):
+        return ((self.args.price_in or 0) * tokens_in + (self.args.price_out or 0) * tokens_out) / 1e6
+
+    def ask(self, messages, seed, made):
+        """The next reply and why it ended. Starts only when --max-cost would hold even if this call and all those
+        in flight cost what they can at most: a byte of the prompt is at most a token."""
+        size = sum(len(m["content"].encode()) + 100 for m in messages)
+        worst, limit = self.cost(size, self.args.max_reply_tokens), self.args.max_cost
+        with self.room:
+            fits = lambda: limit is None or self.spent + sum(self.in_flight) + worst <= limit
+            self.room.wait_for(lambda: fits() or not self.in_flight)
+            if not fits():
+                raise Stop(f"--max-cost {limit:g}: ${self.spent:.4f} is spent, and the next call may cost "
+                           f"${worst:.4f}")
+            self.in_flight.append(worst)
+        tokens = [0, 0]
+        try:
+            message, finish, usage = self.engine.post(
+                {"model": self.args.model, "messages": messages, "max_tokens": self.args.max_reply_tokens,
+                 "temperature": self.args.temperature, "seed": seed % 2**31})
+            tokens[0] = usage.get("prompt_tokens") or size // 4
+            tokens[1] = max(usage.get("completion_tokens") or 0, (usage.get("total_tokens") or 0) - tokens[0])
+            tokens[1] = tokens[1] or len(str(message).encode()) // 4       # a guess, where the server does not say
+        except rollout.EndpointError as e:
+            if e.status in (0, 401, 403, 404):
+                raise Stop(str(e)) from None
+            if 400 <= e.status < 500 and e.status not in (408, 409, 429):
+                raise Rejected("endpoint", str(e)) from None
+            raise
+        finally:
+            with self.room:
+                self.calls += 1
+                self.tokens = [a + b for a, b in zip(self.tokens, tokens)]
+                self.spent += self.cost(*tokens)
+                self.in_flight.remove(worst)
+                self.room.notify_all()
+        made["calls"] += 1
+        made["tokens"] = [a + b for a, b in zip(made["tokens"], tokens)]
+        return message, finish
+
+    def bill(self):
+        priced = self.args.price_in is not None or self.args.price_out is not None
+        return f"{self.calls} calls, {self.tokens[0]:,} + {self.tokens[1]:,} tokens" + f", ${self.spent:.2f}" * priced
+
+
+def generate(spec, client, taxonomy, args):
+    """One task of a spec: two accepted replies, and try_task in between. Rejected when the repairs are used up; it
+    then has the last reply."""
+    axes, fixture = spec["axes"], spec["axes"]["fixture"]
+    made, history, last = {"model": args.model, "calls": 0, "repairs": 0, "tokens": [0, 0]}, [], ""
+
+    def step(prompt, accept):
+        """Asks until accept(reply) takes it. The model sees the talk so far, and its latest attempt."""
+        nonlocal history, last
+        question, attempt = [*history, {"role": "user", "content": prompt}], []
+        while True:
+            seed = rollout.derive_seed(spec["id"], made["calls"])
+            message, finish = client.ask(question + attempt, seed, made)
+            last = message["content"] if isinstance(message["content"], str) else ""
+            reply = {"role": "assistant", "content": last}
+            try:
+                if message.get("refusal") or finish == "content_filter":
+                    raise Rejected("refused", message.get("refusal") or "the endpoint's filter withheld the reply")
+                if finish == "length":
+                    raise Rejected("cut", f"it was cut at {args.max_reply_tokens} tokens; write a smaller task")
+                result = accept(last)
+            except Rejected as e:
+                if made["repairs"] == args.repairs:
+                    raise
+                made["repairs"] += 1
+                complaint = {"role": "user", "content": REPAIR_PROMPT.format(complaint=clip(str(e)))}
+                attempt = [reply, complaint]
+            else:
+                history = [*question, reply]
+                return result
+
+    def accept_plan(reply):
+        plan = parse_reply(reply, ["instruction", "truth"] + ["fixture"] * (fixture != "text_only"))
+        if fixture != "text_only":               # made now, so that the model hears of it while it can mend it
+            plan["fixture"] = parse_json("fixture", plan["fixture"])
+            try:
+                sandbox.prepare({"id": spec["id"], "dockerfile": FIXTURE_STAGE.format(base=args.base),
+                                 "files": fixture_files(fixture, plan["fixture"])}, "docker")
+            except sandbox.TaskError as e:
+                raise Rejected("fixture", str(e)) from None
+        return plan
+
+    def accept_environment(reply):
+        parts = parse_reply(reply, ["dockerfile", "verifier", "solution"], ["file", "test"])
+        task = assemble(spec, plan, parts, args.base)
+        return task | {"checked": try_task(task, args.check, "docker")}
+
+    try:
+        contract = "" if fixture == "text_only" else recipe(fixture, "fixtures")[1]
+        plan = step(TASK_PROMPT.format(
+            **axes, **{axis + "_is": taxonomy[axis][axes[axis]] for axis in DEFINED},
+            skills="; ".join(axes["primitive_skills"]),
+            fixture_part=FIXTURE_PART.format(contract=contract) if contract else ""), accept_plan)
+        task = step(ENVIRONMENT_PROMPT.format(
+            base=base_stages()[axes["domain"]], verifier=axes["verifier"],
+            contract=recipe(axes["verifier"], "verifiers")[1],
+            fixture_note="The fixture's artefact is in place already when your lines run." if contract else
+                         "There is no fixture but your own files."), accept_environment)
+        return task | {"made": made}
+    except Rejected as e:
+        e.last, e.made = last, made
+        raise
+
+
+DEFINED = ["task_complexity", "command_complexity", "fixture", "verifier"]     # the axes with a text to each value
+
+
+def clip(text, ends=3000):
+    """Both ends of what a model is told of an output."""
+    return text if len(text) <= 2 * ends else f"{text[:ends]}\n[...]\n{text[-ends:]}"
+
+
+def checked_specs(path, specs, taxonomy):
+    """Specs as they are; ValueError says which is the first that cannot be used."""
+    seen = set()
+    for spec in specs:
+        name, axes = spec.get("id"), spec.get("axes")
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
+            raise ValueError(f"{path}: the id {name!r} names files: letters, digits, '.', '_' and '-' only")
+        if name in seen:
+            raise ValueError(f"{path}: there are two specs with the id {name}")
+        if not isinstance(axes, dict) or set(AXES) - set(axes):
+            raise ValueError(f"{path}: spec {name} needs axes: {', '.join(AXES)}")
+        for axis in STRUCTURE:
+            if axes[axis] not in axis_values(taxonomy, axis):
+                raise ValueError(f"{path}: spec {name}: there is no {axis} {axes[axis]!r} in the taxonomy")
+        if rule := clashes(taxonomy, axes):
+            raise ValueError(f"{path}: spec {name}: its values do not go together: {rule['why']}")
+        seen.add(name)
+    return specs
+
+
+def need_images(images):
+    """Looked for before the first call is paid."""
+    for host in sandbox.docker_hosts():
+        with sandbox.docker_errors(f"images at {host}"):
+            there = {tag for image in sandbox.docker_api(host).images() for tag in image["RepoTags"] or ()}
+        if missing := sorted(images - there):
+            raise sandbox.InfraError(f"{host} has no image {', '.join(missing)}: python gen.py bases builds them")
+
+
+def make(args):
+    if not re.match(r"https?://", args.base_url):
+        raise ValueError(f"--base-url {args.base_url}: it begins with http:// or https:// and mostly ends in /v1")
+    if args.max_cost is not None and (args.price_in is None or args.price_out is None):
+        raise ValueError("--max-cost needs --price-in and --price-out, in dollars a million tokens")
+    taxonomy = load_taxonomy(args.taxonomy)
+    specs = (sandbox.read_jsonl(args.specs) if args.specs else
+             sample_specs(args.n, args.seed, args.preset, taxonomy, parse_weights(args.weight)))
+    checked_specs(args.specs, specs, taxonomy)
+    sandbox.resolve_backend("docker")            # fixtures are made in a stage of their own: bubblewrap has none
+    need_images({f"{args.base}:{spec['axes']['domain']}" for spec in specs} | {f"{args.base}:fixtures"})
+    kept, dropped, done = open_out(args.out)
+    client = Client(args)
+
+    def drop(spec, e):
+        dropped.write({**spec, "reason": e.reason, "detail": str(e), "reply": e.last, "checked": e.checked,
+                       "made": e.made})
+
+    jobs = [spec for spec in specs if spec["id"] not in done]
+    counts, why = run_all(jobs, lambda spec: generate(spec, client, taxonomy, args), args.workers, kept.write, drop,
+                          lambda: f"; {client.bill()}")
+    print(f"{args.out}: {outcomes(counts)}, {len(specs) - len(jobs)} done before; {client.bill()}")
+    if why:
+        sys.exit(f"gen.py make: stopped: {why}; the same command continues")
+
+
+# ------------------------------------------------------------------------------------------------------------
 # stats
 
 def counted(tasks, axis):
@@ -365,8 +915,46 @@ def main():
     p.add_argument("--taxonomy", default=TAXONOMY, help="another file of axes")
     p.set_defaults(run=sample)
 
+    p = commands.add_parser("make", help="have a language model write tasks, and keep those that work")
+    # what
+    p.add_argument("--out", required=True, help="tasks.jsonl; an existing one is continued; what is dropped goes "
+                   "beside it, to tasks.dropped.jsonl")
+    p.add_argument("--specs", help="specs that gen.py sample wrote; or have some drawn by the next four")
+    p.add_argument("--n", type=int, default=100)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--preset", default="tmax15k")
+    p.add_argument("--weight", action="append", default=[], metavar="AXIS=VALUE:W")
+    p.add_argument("--taxonomy", default=TAXONOMY)
+    # who
+    p.add_argument("--base-url", required=True, help="an OpenAI-compatible endpoint; its key in OPENAI_API_KEY")
+    p.add_argument("--model", required=True, help="the model's name there")
+    p.add_argument("--temperature", type=float, default=1.0)
+    p.add_argument("--max-reply-tokens", type=int, default=32768)
+    p.add_argument("--price-in", type=float, help="dollars a million tokens of the prompts")
+    p.add_argument("--price-out", type=float, help="and of the replies")
+    p.add_argument("--max-cost", type=float, help="dollars that this run may spend; it then stops")
+    # how
+    p.add_argument("--check", choices=LEVELS, default="verify", help="how far a task is tried before it is kept")
+    p.add_argument("--repairs", type=int, default=3, help="how often a task may be sent back to the model")
+    p.add_argument("--workers", type=int, default=32, help="tasks at the same time")
+    p.add_argument("--base", default="tmax-base", help="the base images are BASE:domain")
+    p.set_defaults(run=make)
+
+    p = commands.add_parser("check", help="build tasks, run their tests untouched, and their solutions")
+    p.add_argument("tasks", help="tasks.jsonl")
+    p.add_argument("--out", help="write the tasks that pass, with what was found; an existing one is continued")
+    p.add_argument("--check", choices=LEVELS, default="verify")
+    p.add_argument("--backend", default="auto", choices=["auto", "docker", "bwrap"])
+    p.add_argument("--workers", type=int, default=32, help="tasks at the same time")
+    p.set_defaults(run=check)
+
     args = parser.parse_args()
-    args.run(args)
+    try:
+        args.run(args)
+    except KeyboardInterrupt:
+        sys.exit(f"gen.py {args.run.__name__}: stopped; what was finished is kept, the same command continues")
+    except (sandbox.InfraError, ValueError, OSError) as e:
+        sys.exit(f"gen.py {args.run.__name__}: {e}")
 
 
 if __name__ == "__main__":
