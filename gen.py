@@ -2,14 +2,21 @@
 
     python gen.py builtin --n 640 --seed 0 --split train --out tasks.jsonl
     python gen.py sample --n 1000 --seed 0 --preset sft_v2 --out specs.jsonl
+    python gen.py bases
+    python gen.py make --specs specs.jsonl --base-url https://host/v1 --model gpt-x --out tasks.jsonl
+    python gen.py check tasks.jsonl --check solve
     python gen.py stats tasks.jsonl --against benchmark/ --plot domains.png
 
 builtin   the demo's families (builtin/families.py); no LLM, no network; same arguments, same bytes
 sample    specs of tasks: one value from each axis of taxonomy.json, which an LLM then turns into a task
+bases     builds the images of Dockerfile.base that tasks start from
+make      has a language model write a task for each spec, and keeps those that build, fail and can be solved
+check     tries the tasks of any file in the same way
 stats     what a corpus is made of: balance over the axes, lengths, overlap with a benchmark
 """
 import argparse
 import ast
+import io
 import json
 import math
 import os
@@ -17,6 +24,7 @@ import random
 import re
 import sys
 import threading
+import time
 from collections import Counter, defaultdict
 from hashlib import sha256
 from itertools import accumulate
@@ -27,7 +35,7 @@ from tqdm import tqdm
 import rollout
 import sandbox
 from builtin.families import FAMILIES, make_task
-from sandbox import file_bytes, numbered_records
+from sandbox import InfraError, docker_api, docker_errors, docker_hosts, file_bytes, numbered_records
 
 HERE = Path(__file__).parent
 
@@ -335,6 +343,50 @@ def sample(args):
 
 
 # ------------------------------------------------------------------------------------------------------------
+# bases
+
+BASES = Path(__file__).with_name("Dockerfile.base")
+
+
+def base_stages():
+    """{stage: a Dockerfile of it and the stages that it stands on}, in the order of Dockerfile.base. Docker's
+    API builds whatever stands above a stage in its file, needed or not, so each gets a file of its own; equal
+    text gives equal layers, which are built once."""
+    head, *parts = re.split(r"(?m)^(?=FROM )", BASES.read_text())
+    stages = {}
+    for part in parts:
+        parent, name = re.match(r"FROM (\S+) AS (\S+)", part).groups()
+        stages[name] = stages.get(parent, head) + part
+    return stages
+
+
+def build_base(stage, dockerfile, host):
+    """Builds and tags one stage on one host: (bytes of the image, seconds). InfraError says why it fails."""
+    start, log = time.monotonic(), ""
+    with docker_errors(f"tmax-base:{stage}"):
+        api = docker_api(host)
+        for piece in api.build(fileobj=io.BytesIO(dockerfile.encode()), rm=True, forcerm=True,
+                               tag=f"tmax-base:{stage}", decode=True):
+            log = (log + piece.get("stream", ""))[-2000:]
+            if error := piece.get("error"):
+                raise InfraError(f"tmax-base:{stage} does not build at {host}: {log}{error}")
+        return api.inspect_image(f"tmax-base:{stage}")["Size"], time.monotonic() - start
+
+
+def bases(args):
+    stages = base_stages()
+    if unknown := [name for name in args.domain or () if name not in stages]:
+        sys.exit(f"gen.py bases: Dockerfile.base has no {', '.join(unknown)}; it has {', '.join(stages)}")
+    try:
+        for host in docker_hosts():
+            for stage in [name for name in stages if not args.domain or name in args.domain]:
+                size, seconds = build_base(stage, stages[stage], host)
+                print(f"tmax-base:{stage:24}{size / 1e6:7,.0f} MB{seconds:7.0f} s", flush=True)
+    except InfraError as e:
+        sys.exit(f"gen.py bases: {e}")
+
+
+# ------------------------------------------------------------------------------------------------------------
 # make: what the model is told
 
 TASK_PROMPT = """\
@@ -550,7 +602,7 @@ def assemble(spec, plan, parts, base):
             raise Rejected("format", f"<file path={clash[0]}>: the folder fixture is not yours")
         files |= fixture_files(axes["fixture"], plan["fixture"])
         stage, copy = FIXTURE_STAGE.format(base=base), "COPY --from=fixture /out/ /\n"
-    if clash := set(parts["test"]) & {"test.sh", "verifier.py", "verifier.json"} or set(files) & {".dockerignore"}:
+    if clash := set(parts["test"]) & {"test.sh", "verifier.py", "verifier.json", "harness.py"} or set(files) & {".dockerignore"}:
         raise Rejected("format", f"{min(clash)} is not yours to write")
     check_dockerfile(parts["dockerfile"], files)
     missing = [name for name in KNOBS.get(axes["verifier"], []) if name not in declaration]
@@ -565,6 +617,7 @@ def assemble(spec, plan, parts, base):
         "files": files,
         "tests": {"test.sh": {"text": "python3 /tests/verifier.py /tests/verifier.json\n"},
                   "verifier.py": {"text": recipe(axes["verifier"], "verifiers")[0]},
+                  "harness.py": {"text": recipe("harness", "verifiers")[0]},
                   "verifier.json": {"text": json.dumps(declaration, ensure_ascii=False, indent=1)},
                   **{path: {"text": text} for path, text in parts["test"].items()}},
         "solution": {"solve.sh": {"text": parts["solution"] + "\n"}},
@@ -637,7 +690,7 @@ def run_all(jobs, function, workers, keep, drop, note=lambda: ""):
         except Stop as e:
             why.append(str(e))
             return job, "left", None
-        except sandbox.InfraError as e:
+        except InfraError as e:
             return job, "left", str(e)
 
     with tqdm(total=len(jobs), unit="task") as bar:
@@ -843,11 +896,11 @@ def checked_specs(path, specs, taxonomy):
 
 def need_images(images):
     """Looked for before the first call is paid."""
-    for host in sandbox.docker_hosts():
-        with sandbox.docker_errors(f"images at {host}"):
-            there = {tag for image in sandbox.docker_api(host).images() for tag in image["RepoTags"] or ()}
+    for host in docker_hosts():
+        with docker_errors(f"images at {host}"):
+            there = {tag for image in docker_api(host).images() for tag in image["RepoTags"] or ()}
         if missing := sorted(images - there):
-            raise sandbox.InfraError(f"{host} has no image {', '.join(missing)}: python gen.py bases builds them")
+            raise InfraError(f"{host} has no image {', '.join(missing)}: python gen.py bases builds them")
 
 
 def make(args):
@@ -888,7 +941,6 @@ def counted(tasks, axis):
     return counts
 
 
-
 # ------------------------------------------------------------------------------------------------------------
 
 def main():
@@ -914,6 +966,11 @@ def main():
                    help="makes a value W times as likely against the others of its axis; repeatable")
     p.add_argument("--taxonomy", default=TAXONOMY, help="another file of axes")
     p.set_defaults(run=sample)
+
+    p = commands.add_parser("bases", help="build and tag the base images, tmax-base:<domain>")
+    p.add_argument("--domain", action="append",
+                   help="only this one (or core, tools, fixtures); may be repeated")
+    p.set_defaults(run=bases)
 
     p = commands.add_parser("make", help="have a language model write tasks, and keep those that work")
     # what
@@ -953,7 +1010,7 @@ def main():
         args.run(args)
     except KeyboardInterrupt:
         sys.exit(f"gen.py {args.run.__name__}: stopped; what was finished is kept, the same command continues")
-    except (sandbox.InfraError, ValueError, OSError) as e:
+    except (InfraError, ValueError, OSError) as e:
         sys.exit(f"gen.py {args.run.__name__}: {e}")
 
 

@@ -921,7 +921,7 @@ class Bwrap:
                 f"--user=/proc/self/fd/{owner}", f"--mount={init}/ns/mnt", f"--net={init}/ns/net",
                 "--", "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
                 "bwrap", "--unshare-pid", "--unshare-ipc", "--as-pid-1", "--die-with-parent", "--new-session",
-                "--cap-drop", "ALL", *mount_options(t.writable), "--ro-bind", "/etc", "/etc"]
+                "--cap-drop", "ALL", "--cap-add", "CAP_SETFCAP", *mount_options(t.writable), "--ro-bind", "/etc", "/etc"]
         for path in t.writable:
             argv += ["--bind", path, path]
         for path in ("/tests", "/logs/verifier", "/root", "/run"):
