@@ -390,9 +390,9 @@ def bases(args):
 # make: what the model is told
 
 TASK_PROMPT = """\
-You write tasks that teach an AI agent to work in a Linux terminal. A task has an instruction, which is all that the
-agent is told; an environment, a container that it works in; a verifier, which grades what the agent leaves behind;
-and a reference solution. Write one task along these lines:
+You write tasks that teach an AI agent to work in a Linux terminal. A task has an instruction, which is all that
+the agent is told; an environment, a container that it works in; a verifier, which grades what the agent leaves
+behind; and a reference solution. Write one task along these lines:
 
 domain: {domain}
 kind of skill: {skill_type}
@@ -407,20 +407,20 @@ verifier: {verifier}. {verifier_is}
 What makes a task good:
 - One definite outcome. The instruction names every path (absolute), format, port and threshold that is graded.
 - It gives away neither the answer nor the way there. It never mentions the verifier, the tests or this text.
-- The agent is the user `user`, who owns /app and starts there. It has no root, no internet, one CPU, 2 GB of memory,
-  and two minutes a command. What is graded lies below /app or is served on a port above 1024.
-- Nothing depends on the date, on chance without a fixed seed, or on the speed of the machine, unless speed is graded.
-- You will have to write everything it needs as text: sources, data, scripts that make data. Small is fine, trivial
-  is not: the data should hold the irregularities that such data has in practice.
+- The agent is the user `user`, who owns /app and starts there. It has no root, no internet, one CPU, 2 GB of
+  memory, and two minutes a command. What is graded lies below /app or is served on a port above 1024.
+- Nothing depends on the date, on chance without a fixed seed, or, unless speed is graded, on the machine's speed.
+- You will have to write everything it needs as text: sources, data, scripts that make data. Small is fine,
+  trivial is not: let the data have the irregularities that such data has in practice.
 
-First write the task alone. Its environment and verifier come next. Reply with these sections and nothing else, each
-tag on a line of its own:
+First write the task alone; its environment and verifier come next. Reply with these sections and nothing else,
+each tag on a line of its own:
 
 <instruction>
 what the agent is told
 </instruction>
 <truth>
-what only you and the verifier know: the right answer with the figures, strings or behaviours that are graded
+what only you and the verifier know: the right answer, with the figures, texts or behaviours that are graded
 </truth>
 {fixture_part}"""
 
@@ -429,18 +429,18 @@ FIXTURE_PART = """\
 one JSON object, the declaration of the fixture as described here:
 </fixture>
 
-The fixture is made from its declaration while the image is built. Only the artefact itself will be in the image, never
-the declaration, so put into the artefact what the agent has to find out, and nothing of that into other files.
+The fixture is made from its declaration while the image is built. Only the artefact itself will be in the image,
+never the declaration: put into it what the agent has to find out, and nothing of that into other files.
 
 {contract}
 """
 
 ENVIRONMENT_PROMPT = """\
-Good. Now its environment, verifier and reference solution, as these sections and nothing else, each tag on a line of
-its own; `file` and `test` as often as you need them, or not at all:
+Good. Now its environment, verifier and reference solution: these sections and nothing else, each tag on a line
+of its own; `file` and `test` as often as you need them, or not at all:
 
 <dockerfile>
-the lines that follow the FROM line: COPY, RUN, ENV, WORKDIR. They run as root, in /app.
+the lines that follow FROM: COPY, RUN, ENV, WORKDIR. They run as root, in /app.
 </dockerfile>
 <file path="data/readings.csv">
 one file of the build context
@@ -452,14 +452,14 @@ one JSON object, the declaration of the verifier as described below
 one file for the verifier alone; it will lie in /tests, which exists only while grading
 </test>
 <solution>
-a bash script that solves the task as the agent would: as `user`, in /app, without internet, in two minutes at most
+a bash script that solves the task as the agent would: as `user`, in /app, without internet, in two minutes
 </solution>
 
-- COPY takes your own files, each by its name (or by the name of a folder of your own); `COPY .` is refused.
+- COPY takes your own files, each by its name or by that of its folder; it never takes a whole context.
 - Neither answers nor tests nor the solution may be in the image. In the end /app is made over to `user`.
 - {fixture_note}
-- The verifier runs once before anybody has done anything and must then give less than 1, and must not crash. After the
-  solution it must give exactly 1, every time.
+- Before anybody has done anything, the verifier must give less than 1, and must not crash. After the solution it
+  must give exactly 1, every time.
 - The image that FROM names was built like this; packages beyond it you install in a RUN (apt-get, pip):
 
 {base}
@@ -481,26 +481,28 @@ Correct it, and send the whole reply again, every section of it, with nothing el
 SECTIONS = "instruction|truth|fixture|dockerfile|file|verifier|test|solution"
 SECTION = re.compile(rf'^<({SECTIONS})(?: path="([^"\n]*)")?>[ \t]*\n(.*?)^</\1>[ \t]*$', re.M | re.S)
 TAG = re.compile(rf"^[ \t]*</?(?:{SECTIONS})\b.*", re.M)
-KNOBS = {"exact_text": ["files"], "metric_threshold": ["threshold"], "adversarial_corpus": ["malicious", "benign"],
-         "fuzz_equivalence": ["n"], "multi_protocol": ["checks"]}      # what makes a verifier harder, in its declaration
-INSTRUCTIONS = {"COPY", "ADD", "RUN", "ENV", "WORKDIR", "ARG", "SHELL", "LABEL", "EXPOSE"}
+INSTRUCTIONS = "COPY", "ADD", "RUN", "ENV", "WORKDIR", "ARG", "SHELL"
 FIXTURE_STAGE = """\
 FROM {base}:fixtures AS fixture
 COPY fixture/ /fixture/
 RUN python3 /fixture/make.py /fixture/fixture.json /out
 """
+KNOBS = {  # the fields of a declaration that make its verifier harder; of a list or an object, its length
+    "exact_text": ["files"], "metric_threshold": ["threshold"], "adversarial_corpus": ["malicious", "benign"],
+    "fuzz_equivalence": ["n"], "multi_protocol": ["checks"]}
 
 
 class Rejected(Exception):
-    """What a model sent cannot be used. reason: the word that it is counted under; the message is for the model."""
+    """What a model has sent cannot be used. reason: the word that it is counted under; the message is what the
+    model is told."""
 
     def __init__(self, reason, message, checked=None):
         super().__init__(message)
         self.reason, self.checked = reason, checked or {}
 
 
-class Stop(Exception):
-    """No call can follow this one: the money is spent, or nobody answers."""
+def malformed(what):
+    raise Rejected("format", what)
 
 
 def parse_reply(text, once, many=()):
@@ -508,22 +510,19 @@ def parse_reply(text, once, many=()):
 
     Strict, since what is guessed at here is a broken task later. Thinking before the answer is skipped, and a
     section that stands in a code fence as a whole is taken out of it; talk between sections does no harm."""
-    def malformed(what):
-        raise Rejected("format", what)
-
     if re.search("[\0\ufffd\ud800-\udfff]", text):
         malformed("it is not valid UTF-8 text")
     text = text.partition("</think>")[2] or text
     parts = {name: {} for name in many}
     for name, path, body in SECTION.findall(text):
         if inner := TAG.search(body):
-            malformed(f"<{name}> is not closed before {inner[0].strip()}")
+            malformed(f"<{name}> is not closed before {inner[0].strip()[:80]}")
         if name not in (*once, *many) or (name in many) != bool(path):
-            malformed(f"there must be no <{name}{' path' if path else ' without path' if name in many else ''}>")
+            malformed(f"there must be no <{name}> with{'' if path else 'out'} a path here")
         if path in parts[name] if name in many else name in parts:
-            malformed(f"there are two <{name}{f' path={path}' if path else ''}> sections; give one answer")
+            malformed(f"there are two sections <{name}{f' path={path}' * bool(path)}>; give one answer")
         lines = body.strip().split("\n")
-        if name not in ("instruction", "truth") and lines[0].startswith("```"):
+        if lines[0].startswith("```") and name not in ("instruction", "truth"):
             if lines[-1].strip() != "```" or len(lines) < 2:
                 malformed(f"the code fence in <{name}> does not end with the section")
             body = "\n".join(lines[1:-1]) + "\n"
@@ -532,24 +531,23 @@ def parse_reply(text, once, many=()):
         else:
             parts[name] = body.strip()
     if stray := TAG.search(SECTION.sub("", text)):
-        malformed(f"{stray[0].strip()[:80]}: each tag stands on a line of its own, and each section is closed")
-    if missing := [name for name in once if not parts.get(name) and (name != "dockerfile" or name not in parts)]:
-        malformed(f"the section <{missing[0]}> is missing or empty")
+        malformed(f"{stray[0].strip()[:80]}: each tag stands on its own line, and each section is closed")
+    for name in once:
+        if name not in parts or not parts[name] and name != "dockerfile":
+            malformed(f"the section <{name}> is missing or empty")
     return parts
 
 
 def parse_json(name, text):
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=lambda word: malformed(f"<{name}>: {word} is no JSON"))
     except (ValueError, RecursionError) as e:
-        raise Rejected("format", f"<{name}> is not valid JSON: {e}") from None
-    if not isinstance(value, dict):
-        raise Rejected("format", f"<{name}> must be one JSON object")
-    return value
+        malformed(f"<{name}> is not valid JSON: {e}")
+    return value if isinstance(value, dict) else malformed(f"<{name}> must be one JSON object")
 
 
 def recipe(kind, folder):
-    """A fixture's or verifier's script, which goes into the task, and its docstring, which the model is shown."""
+    """A fixture's or verifier's script, which goes into the task, and its docstring, which the model sees."""
     path = HERE / folder / f"{kind}.py"
     if not path.exists():
         raise ValueError(f"{kind!r} has no recipe: write {folder}/{kind}.py")
@@ -557,69 +555,67 @@ def recipe(kind, folder):
     return text, ast.get_docstring(ast.parse(text))
 
 
-def fixture_files(kind, declaration):
-    return {"fixture/make.py": {"text": recipe(kind, "fixtures")[0]},
-            "fixture/fixture.json": {"text": json.dumps(declaration, ensure_ascii=False, indent=1)}}
+def fixture_task(spec, declaration, base):
+    """The stage that makes a fixture, as something to build."""
+    declaration = json.dumps(declaration, ensure_ascii=False, indent=1)
+    return {"id": spec["id"], "dockerfile": FIXTURE_STAGE.format(base=base),
+            "files": {"fixture/make.py": {"text": recipe(spec["axes"]["fixture"], "fixtures")[0]},
+                      "fixture/fixture.json": {"text": declaration}}}
 
 
 def check_dockerfile(text, files):
-    """The model's lines may take its own files along and nothing else: no fixture's declaration, no other stage."""
+    """The model's lines may take its own files along and nothing else: no declaration, no other stage."""
     for line in sandbox.dockerfile_lines(text):
         word, rest = (line.split(None, 1) + [""])[:2]
         if word.upper() not in INSTRUCTIONS:
-            raise Rejected("format", f"<dockerfile> must not have {word}, only {', '.join(sorted(INSTRUCTIONS))}")
+            malformed(f"<dockerfile> must not have {word}, only {', '.join(INSTRUCTIONS)}")
         options = re.match(r"(?:--\S+\s+)*", rest)[0]
-        if word.upper() not in ("COPY", "ADD"):
-            if options:
-                raise Rejected("format", f"<dockerfile>: {word} {options.strip()}: no options")
+        copies = word.upper() in ("COPY", "ADD")
+        if re.sub(r"--(chown|chmod)=\S+", "", options).strip() or options and not copies:
+            malformed(f"<dockerfile>: {word} {options.strip()}: no options but COPY's --chown and --chmod")
+        if not copies:
             continue
-        if re.sub(r"--(chown|chmod)=\S+", "", options).strip():
-            raise Rejected("format", f"<dockerfile>: {word} {options.strip()}: only --chown and --chmod")
         rest = rest[len(options):]
         try:
             sources = (json.loads(rest) if rest.startswith("[") else rest.split())[:-1]
-        except ValueError:
+        except (ValueError, RecursionError):
             sources = [rest]
-        for source in sources:       # plain names and * alone, so that no quoting or variable means something else
-            if not re.fullmatch(r"[\w./*@+,-]+", source):
-                raise Rejected("format", f"<dockerfile>: {word} {source}: plain names of your files only")
+        for source in map(str, sources):  # plain names and *: no quoting or variable means another file
             taken = [path for path, _ in sandbox.copy_sources(files, [source]).values()]
-            if not taken:
-                raise Rejected("format", f"<dockerfile>: {word} {source}: none of your files is that")
+            if not re.fullmatch(r"[\w./*@+,-]+", source) or not taken:
+                malformed(f"<dockerfile>: {word} {source}: a source is the plain name of a file that you gave")
             if any(path.startswith("fixture/") for path in taken):
-                raise Rejected("format", f"<dockerfile>: {word} {source} would take the fixture's declaration "
-                                         "into the image; name your own files")
+                malformed(f"<dockerfile>: {word} {source} would take the fixture's declaration into the image; "
+                          "name your own files one by one")
 
 
 def assemble(spec, plan, parts, base):
-    """A Task record (DESIGN "Records") of a spec and the sections of both replies."""
+    """The Task record (DESIGN "Records") that the sections of both replies make."""
     axes, declaration = spec["axes"], parse_json("verifier", parts["verifier"])
-    files = {path: {"text": text, **({"mode": "755"} if text.startswith("#!") else {})}
+    files = {path: {"text": text, "mode": "755" if text.startswith("#!") else "644"}
              for path, text in parts["file"].items()}
-    stage, copy = "", ""
+    tests = {"test.sh": {"text": "python3 /tests/verifier.py /tests/verifier.json\n"},
+             "verifier.py": {"text": recipe(axes["verifier"], "verifiers")[0]},
+             "verifier.json": {"text": json.dumps(declaration, ensure_ascii=False, indent=1)},
+             "harness.py": {"text": recipe("harness", "verifiers")[0]}}
+    for path in (*files, *parts["test"]):
+        if path.split("/")[0] in (*tests, "fixture", ".dockerignore"):
+            malformed(f"the path {path} is not yours to write; choose another")
+    stage = copy = ""
     if axes["fixture"] != "text_only":
-        if clash := [path for path in files if path.split("/")[0] == "fixture"]:
-            raise Rejected("format", f"<file path={clash[0]}>: the folder fixture is not yours")
-        files |= fixture_files(axes["fixture"], plan["fixture"])
-        stage, copy = FIXTURE_STAGE.format(base=base), "COPY --from=fixture /out/ /\n"
-    if clash := set(parts["test"]) & {"test.sh", "verifier.py", "verifier.json", "harness.py"} or set(files) & {".dockerignore"}:
-        raise Rejected("format", f"{min(clash)} is not yours to write")
+        fixture = fixture_task(spec, plan["fixture"], base)
+        files |= fixture["files"]
+        stage, copy = fixture["dockerfile"], "COPY --from=fixture /out/ /\n"
     check_dockerfile(parts["dockerfile"], files)
-    missing = [name for name in KNOBS.get(axes["verifier"], []) if name not in declaration]
-    if missing:
-        raise Rejected("format", f"<verifier> does not declare {missing[0]}")
-    knob = {name: declaration[name] for name in KNOBS.get(axes["verifier"], [])}
+    knob = {}
+    for name in KNOBS.get(axes["verifier"], []):
+        value = declaration[name] if name in declaration else malformed(f"<verifier> does not declare {name}")
+        knob[name] = len(value) if isinstance(value, (list, dict)) else value
     return {
-        "id": spec["id"], "instruction": plan["instruction"], "axes": axes,
-        "knob": {name: len(x) if isinstance(x, (list, dict)) else x for name, x in knob.items()},
+        "id": spec["id"], "instruction": plan["instruction"], "axes": axes, "knob": knob,
         "dockerfile": f"{stage}FROM {base}:{axes['domain']}\nWORKDIR /app\n{copy}{parts['dockerfile']}\n"
                       "RUN chown -R user:user /app\nWORKDIR /app\n",
-        "files": files,
-        "tests": {"test.sh": {"text": "python3 /tests/verifier.py /tests/verifier.json\n"},
-                  "verifier.py": {"text": recipe(axes["verifier"], "verifiers")[0]},
-                  "harness.py": {"text": recipe("harness", "verifiers")[0]},
-                  "verifier.json": {"text": json.dumps(declaration, ensure_ascii=False, indent=1)},
-                  **{path: {"text": text} for path, text in parts["test"].items()}},
+        "files": files, "tests": tests | {path: {"text": text} for path, text in parts["test"].items()},
         "solution": {"solve.sh": {"text": parts["solution"] + "\n"}},
         "truth": plan["truth"], "user": "user", "limits": dict(sandbox.LIMITS)}
 
@@ -627,23 +623,24 @@ def assemble(spec, plan, parts, base):
 # ------------------------------------------------------------------------------------------------------------
 # check: nothing is kept that was not run
 
-LEVELS = ["build", "verify", "solve"]
+LEVELS = "build", "verify", "solve"
 
 
 def try_task(task, level, backend):
-    """What came of running it: {"build": True, "untouched": reward, "solution": [reward, reward]}, as far as level
-    goes; Rejected with the exact output where it is no good. InfraError is not the task's fault."""
+    """What came of running a task, as far as level goes: {"build": True, "untouched": reward, "solution":
+    [reward, reward]}. Rejected has the exact output where it is no good; InfraError is not the task's fault."""
     checked = {}
 
     def graded(reason, when, act):
+        """The reward after act(sandbox), and what verifier and act have printed."""
         try:
             with sandbox.Sandbox(task, backend) as box:
                 said = act(box)
                 reward, fault, log = box.verify()
         except sandbox.AgentFault as e:
-            raise Rejected(reason, f"{when}, the sandbox ended: {e}", checked) from None
+            raise Rejected(reason, f"{when} the sandbox ended: {e}", checked) from None
         if fault:
-            raise Rejected("verifier", f"{when}, {fault}. The verifier's output:\n{log}\n{said}", checked)
+            raise Rejected("verifier", f"{when} {fault}; the verifier's output:\n{log}\n{said}", checked)
         return reward, f"The verifier's output:\n{log}\n{said}"
 
     def solve(box):
@@ -655,29 +652,33 @@ def try_task(task, level, backend):
         sandbox.prepare(task, backend)
         checked["build"] = True
         if level != "build":
-            reward, log = graded("verifier", "on the untouched environment", lambda box: "")
+            reward, said = graded("verifier", "before anybody has done anything", lambda box: "")
             checked["untouched"] = reward
             if reward >= 1:
-                raise Rejected("untouched", f"the verifier gives 1 before anybody has done anything. {log}", checked)
+                raise Rejected("untouched", f"before anybody has done anything the reward is 1. {said}", checked)
         if level == "solve":
-            if not task.get("solution"):
-                raise Rejected("solution", "there is no reference solution", checked)
             checked["solution"] = []
-            for _ in range(2):
-                reward, log = graded("solution", "after the reference solution", solve)
+            for _ in range(2):           # twice, since a verifier that wavers would teach nothing
+                if not task.get("solution"):
+                    raise Rejected("solution", "there is no reference solution", checked)
+                reward, said = graded("solution", "after the reference solution", solve)
                 checked["solution"].append(reward)
                 if reward < 1:
-                    raise Rejected("solution", f"after the reference solution the reward is {reward}. {log}", checked)
+                    raise Rejected("solution", f"after the reference solution the reward is {reward}. {said}",
+                                   checked)
     except sandbox.TaskError as e:
         raise Rejected("build", str(e), checked) from None
     return checked
 
 
-def run_all(jobs, function, workers, keep, drop, note=lambda: ""):
-    """function(job) on many threads. What it returns goes to keep, a Rejected to drop. What is neither's fault (an
-    endpoint, an engine) leaves the job for the next run, and three of those in a row end this one.
+class Stop(Exception):
+    """Nothing can follow: the money is spent, or the endpoint takes no calls."""
 
-    Returns the counts by outcome and why it stopped, or None."""
+
+def run_all(jobs, function, workers, keep, drop, note=lambda: ""):
+    """function(job) on many threads; keep(what it returns), or drop(job, its Rejected). Where neither model nor
+    task is at fault (endpoint, engine), the job is left for the next run; three of those in a row end this one.
+    Returns the counts by outcome, and why it has stopped or None."""
     why, counts, in_a_row = [], Counter(), 0
 
     def attempt(job):
@@ -691,43 +692,43 @@ def run_all(jobs, function, workers, keep, drop, note=lambda: ""):
             why.append(str(e))
             return job, "left", None
         except InfraError as e:
-            return job, "left", str(e)
+            return job, "left", e
 
     with tqdm(total=len(jobs), unit="task") as bar:
         for job, outcome, result in rollout.run_jobs(jobs, attempt, workers):
             counts[outcome] += 1
+            in_a_row = in_a_row + 1 if outcome == "left" else 0
             if outcome == "kept":
                 keep(result)
             elif outcome != "left":
                 drop(job, result)
             elif result:
                 tqdm.write(f"{job['id']} is left for the next run: {result}")
-            in_a_row = in_a_row + 1 if outcome == "left" else 0
-            if in_a_row == 3 and not why:
-                why.append(f"three in a row failed for reasons of their own, the last: {result}")
+                if in_a_row == 3 and not why:
+                    why.append(f"three in a row failed through no fault of theirs, the last with: {result}")
             bar.set_postfix_str(outcomes(counts) + note(), refresh=False)
             bar.update(outcome != "left")
     return counts, why[0] if why else None
 
 
 def outcomes(counts):
-    dropped = ", ".join(f"{reason} {n}" for reason, n in counts.most_common() if reason not in ("kept", "left"))
-    return (f"{counts['kept']} kept, {sum(counts.values()) - counts['kept'] - counts['left']} dropped"
-            + f" ({dropped})" * bool(dropped) + f", {counts['left']} left" * bool(counts["left"]))
+    reasons = [f"{reason} {n}" for reason, n in counts.most_common() if reason not in ("kept", "left")]
+    dropped = sum(counts.values()) - counts["kept"] - counts["left"]
+    return (f"{counts['kept']} kept, {dropped} dropped" + f" ({', '.join(reasons)})" * bool(reasons)
+            + f", {counts['left']} left" * bool(counts["left"]))
 
 
 def open_out(out):
-    """The two files of a run, for what is kept and what is dropped, and the ids that they hold already."""
+    """The files of a run, tasks.jsonl and tasks.dropped.jsonl, and the ids that they hold already."""
     paths = Path(out), Path(out).with_suffix(".dropped.jsonl")
     paths[0].parent.mkdir(parents=True, exist_ok=True)
-    writers = [sandbox.JsonlWriter(path) for path in paths]                # a torn last line is cut off by this
-    return *writers, {record["id"] for path in paths for record in sandbox.read_jsonl(path)}
+    kept, dropped = map(sandbox.JsonlWriter, paths)             # which cut off what a killed run has torn
+    return kept, dropped, {record["id"] for path in paths for record in sandbox.read_jsonl(path)}
 
 
 def check(args):
-    tasks = sandbox.load_tasks(args.tasks)
-    backend = sandbox.resolve_backend(args.backend)
-    kept, dropped, done = open_out(args.out) if args.out else (None, None, set())
+    tasks, backend = sandbox.load_tasks(args.tasks), sandbox.resolve_backend(args.backend)
+    kept, dropped, done = open_out(args.out) if args.out else (None, None, ())
 
     def keep(task):
         if kept:
@@ -742,9 +743,10 @@ def check(args):
     jobs = [task for task in tasks if task["id"] not in done]
     counts, why = run_all(jobs, lambda task: task | {"checked": try_task(task, args.check, backend)},
                           args.workers, keep, drop)
-    print(f"{args.tasks}, --check {args.check}: {outcomes(counts)}")
-    if why or counts["kept"] < len(jobs):
-        sys.exit(f"gen.py check: stopped: {why}" if why else 1)
+    print(f"{args.tasks}: {outcomes(counts)}; {len(tasks) - len(jobs)} had been done before")
+    if why:
+        sys.exit(f"gen.py check: stopped: {why}")
+    sys.exit(counts["kept"] < len(jobs))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -754,62 +756,68 @@ class Client:
     """The endpoint and its bill, for many threads."""
 
     def __init__(self, args):
-        self.engine, self.args, self.room = rollout.ChatEngine(args.base_url, args.model), args, threading.Condition()
+        self.engine, self.args = rollout.ChatEngine(args.base_url, args.model), args
         self.calls, self.tokens, self.spent, self.in_flight = 0, [0, 0], 0.0, []
+        self.room = threading.Condition()
+        self.trying = threading.Semaphore(os.cpu_count())    # calls only wait, but builds and tests compute
 
-    def cost(self, tokens_in, tokens_out):
-        return ((self.args.price_in or 0) * tokens_in + (self.args.price_out or 0) * tokens_out) / 1e6
+    def cost(self, tokens):
+        return ((self.args.price_in or 0) * tokens[0] + (self.args.price_out or 0) * tokens[1]) / 1e6
 
     def ask(self, messages, seed, made):
-        """The next reply and why it ended. Starts only when --max-cost would hold even if this call and all those
-        in flight cost what they can at most: a byte of the prompt is at most a token."""
-        size = sum(len(m["content"].encode()) + 100 for m in messages)
-        worst, limit = self.cost(size, self.args.max_reply_tokens), self.args.max_cost
+        """The next message and why it ended. A call starts only if --max-cost holds even when it and all those
+        in flight cost the most they can, where each byte of a prompt is a token."""
+        size, limit = sum(len(m["content"].encode()) + 100 for m in messages), self.args.max_cost
+        worst, tokens = self.cost([size, self.args.max_reply_tokens]), [0, 0]
+
+        def fits():
+            return limit is None or self.spent + sum(self.in_flight) + worst <= limit
+
         with self.room:
-            fits = lambda: limit is None or self.spent + sum(self.in_flight) + worst <= limit
             self.room.wait_for(lambda: fits() or not self.in_flight)
             if not fits():
-                raise Stop(f"--max-cost {limit:g}: ${self.spent:.4f} is spent, and the next call may cost "
+                raise Stop(f"--max-cost {limit:g}: ${self.spent:.4f} spent, and the next call may take "
                            f"${worst:.4f}")
             self.in_flight.append(worst)
-        tokens = [0, 0]
         try:
-            message, finish, usage = self.engine.post(
-                {"model": self.args.model, "messages": messages, "max_tokens": self.args.max_reply_tokens,
-                 "temperature": self.args.temperature, "seed": seed % 2**31})
-            tokens[0] = usage.get("prompt_tokens") or size // 4
-            tokens[1] = max(usage.get("completion_tokens") or 0, (usage.get("total_tokens") or 0) - tokens[0])
-            tokens[1] = tokens[1] or len(str(message).encode()) // 4       # a guess, where the server does not say
+            message, finish, usage = self.engine.post({
+                "model": self.args.model, "messages": messages, "max_tokens": self.args.max_reply_tokens,
+                "temperature": self.args.temperature, "seed": seed % 2**31})
+            tokens[0] = usage.get("prompt_tokens") or size // 4           # a guess if the server does not say
+            said = usage.get("completion_tokens") or len(str(message).encode()) // 4
+            tokens[1] = max(said, (usage.get("total_tokens") or 0) - tokens[0])   # thinking that some leave out
         except rollout.EndpointError as e:
             if e.status in (0, 401, 403, 404):
                 raise Stop(str(e)) from None
             if 400 <= e.status < 500 and e.status not in (408, 409, 429):
-                raise Rejected("endpoint", str(e)) from None
+                raise Rejected("endpoint", str(e)) from None              # it will not take this very prompt
             raise
         finally:
             with self.room:
-                self.calls += 1
-                self.tokens = [a + b for a, b in zip(self.tokens, tokens)]
-                self.spent += self.cost(*tokens)
                 self.in_flight.remove(worst)
+                self.calls, self.spent = self.calls + 1, self.spent + self.cost(tokens)
+                self.tokens = [a + b for a, b in zip(self.tokens, tokens)]
                 self.room.notify_all()
-        made["calls"] += 1
-        made["tokens"] = [a + b for a, b in zip(made["tokens"], tokens)]
+        made["calls"], made["tokens"] = made["calls"] + 1, [a + b for a, b in zip(made["tokens"], tokens)]
         return message, finish
 
     def bill(self):
-        priced = self.args.price_in is not None or self.args.price_out is not None
-        return f"{self.calls} calls, {self.tokens[0]:,} + {self.tokens[1]:,} tokens" + f", ${self.spent:.2f}" * priced
+        cost = f", ${self.spent:.2f}" * (self.args.price_in is not None or self.args.price_out is not None)
+        return f"{self.calls} calls, {self.tokens[0]:,} + {self.tokens[1]:,} tokens{cost}"
+
+
+def clip(text, ends=3000):
+    """Both ends of an output that a model is told of."""
+    return text if len(text) <= 2 * ends else f"{text[:ends]}\n[...]\n{text[-ends:]}"
 
 
 def generate(spec, client, taxonomy, args):
-    """One task of a spec: two accepted replies, and try_task in between. Rejected when the repairs are used up; it
-    then has the last reply."""
+    """A task of a spec: two replies that are good enough, and try_task. Rejected when the repairs are used up."""
     axes, fixture = spec["axes"], spec["axes"]["fixture"]
     made, history, last = {"model": args.model, "calls": 0, "repairs": 0, "tokens": [0, 0]}, [], ""
 
     def step(prompt, accept):
-        """Asks until accept(reply) takes it. The model sees the talk so far, and its latest attempt."""
+        """Asks until accept(reply) takes it. The model sees the talk so far and its latest attempt."""
         nonlocal history, last
         question, attempt = [*history, {"role": "user", "content": prompt}], []
         while True:
@@ -819,27 +827,27 @@ def generate(spec, client, taxonomy, args):
             reply = {"role": "assistant", "content": last}
             try:
                 if message.get("refusal") or finish == "content_filter":
-                    raise Rejected("refused", message.get("refusal") or "the endpoint's filter withheld the reply")
+                    raise Rejected("refused", message.get("refusal") or "the endpoint withheld the reply")
                 if finish == "length":
-                    raise Rejected("cut", f"it was cut at {args.max_reply_tokens} tokens; write a smaller task")
+                    raise Rejected("cut", f"it was cut at {args.max_reply_tokens} tokens; be briefer")
                 result = accept(last)
             except Rejected as e:
                 if made["repairs"] == args.repairs:
                     raise
                 made["repairs"] += 1
-                complaint = {"role": "user", "content": REPAIR_PROMPT.format(complaint=clip(str(e)))}
-                attempt = [reply, complaint]
+                complaint = REPAIR_PROMPT.format(complaint=clip(str(e)))
+                attempt = [reply, {"role": "user", "content": complaint}]
             else:
                 history = [*question, reply]
                 return result
 
     def accept_plan(reply):
         plan = parse_reply(reply, ["instruction", "truth"] + ["fixture"] * (fixture != "text_only"))
-        if fixture != "text_only":               # made now, so that the model hears of it while it can mend it
+        if fixture != "text_only":
             plan["fixture"] = parse_json("fixture", plan["fixture"])
             try:
-                sandbox.prepare({"id": spec["id"], "dockerfile": FIXTURE_STAGE.format(base=args.base),
-                                 "files": fixture_files(fixture, plan["fixture"])}, "docker")
+                with client.trying:      # made right away, while the model can still change it
+                    sandbox.prepare(fixture_task(spec, plan["fixture"], args.base), "docker")
             except sandbox.TaskError as e:
                 raise Rejected("fixture", str(e)) from None
         return plan
@@ -847,84 +855,81 @@ def generate(spec, client, taxonomy, args):
     def accept_environment(reply):
         parts = parse_reply(reply, ["dockerfile", "verifier", "solution"], ["file", "test"])
         task = assemble(spec, plan, parts, args.base)
-        return task | {"checked": try_task(task, args.check, "docker")}
+        with client.trying:
+            return task | {"checked": try_task(task, args.check, "docker"), "made": made}
 
     try:
+        texts = {axis + "_is": taxonomy[axis][axes[axis]] for axis in STRUCTURE[1:]}
         contract = "" if fixture == "text_only" else recipe(fixture, "fixtures")[1]
         plan = step(TASK_PROMPT.format(
-            **axes, **{axis + "_is": taxonomy[axis][axes[axis]] for axis in DEFINED},
-            skills="; ".join(axes["primitive_skills"]),
+            **axes, **texts, skills="; ".join(axes["primitive_skills"]),
             fixture_part=FIXTURE_PART.format(contract=contract) if contract else ""), accept_plan)
-        task = step(ENVIRONMENT_PROMPT.format(
+        return step(ENVIRONMENT_PROMPT.format(
             base=base_stages()[axes["domain"]], verifier=axes["verifier"],
             contract=recipe(axes["verifier"], "verifiers")[1],
             fixture_note="The fixture's artefact is in place already when your lines run." if contract else
                          "There is no fixture but your own files."), accept_environment)
-        return task | {"made": made}
     except Rejected as e:
-        e.last, e.made = last, made
+        e.reply, e.made = last, made
         raise
 
 
-DEFINED = ["task_complexity", "command_complexity", "fixture", "verifier"]     # the axes with a text to each value
-
-
-def clip(text, ends=3000):
-    """Both ends of what a model is told of an output."""
-    return text if len(text) <= 2 * ends else f"{text[:ends]}\n[...]\n{text[-ends:]}"
-
-
-def checked_specs(path, specs, taxonomy):
-    """Specs as they are; ValueError says which is the first that cannot be used."""
+def checked_specs(specs, taxonomy, source):
+    """The specs as they are. ValueError says which is the first that cannot be used."""
     seen = set()
     for spec in specs:
         name, axes = spec.get("id"), spec.get("axes")
         if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
-            raise ValueError(f"{path}: the id {name!r} names files: letters, digits, '.', '_' and '-' only")
+            raise ValueError(f"{source}: the id {name!r} names files: letters, digits, '.', '_' and '-' only")
         if name in seen:
-            raise ValueError(f"{path}: there are two specs with the id {name}")
+            raise ValueError(f"{source}: there are two specs with the id {name}")
         if not isinstance(axes, dict) or set(AXES) - set(axes):
-            raise ValueError(f"{path}: spec {name} needs axes: {', '.join(AXES)}")
+            raise ValueError(f"{source}: spec {name} needs axes: {', '.join(AXES)}")
         for axis in STRUCTURE:
             if axes[axis] not in axis_values(taxonomy, axis):
-                raise ValueError(f"{path}: spec {name}: there is no {axis} {axes[axis]!r} in the taxonomy")
+                raise ValueError(f"{source}: spec {name}: the taxonomy has no {axis} {axes[axis]!r}")
         if rule := clashes(taxonomy, axes):
-            raise ValueError(f"{path}: spec {name}: its values do not go together: {rule['why']}")
+            raise ValueError(f"{source}: spec {name}: its values do not go together: {rule['why']}")
+        for axis in ("fixture", "verifier"):
+            if axes[axis] != "text_only":
+                recipe(axes[axis], axis + "s")
         seen.add(name)
     return specs
 
 
 def need_images(images):
-    """Looked for before the first call is paid."""
+    """Looks for the base images before any call is paid."""
     for host in docker_hosts():
         with docker_errors(f"images at {host}"):
             there = {tag for image in docker_api(host).images() for tag in image["RepoTags"] or ()}
         if missing := sorted(images - there):
-            raise InfraError(f"{host} has no image {', '.join(missing)}: python gen.py bases builds them")
+            raise InfraError(f"{host} lacks {', '.join(missing)}: `python gen.py bases` builds the base images")
 
 
 def make(args):
     if not re.match(r"https?://", args.base_url):
-        raise ValueError(f"--base-url {args.base_url}: it begins with http:// or https:// and mostly ends in /v1")
-    if args.max_cost is not None and (args.price_in is None or args.price_out is None):
+        raise ValueError(f"--base-url {args.base_url}: it begins with http:// or https://, most end in /v1")
+    if args.max_cost is not None and None in (args.price_in, args.price_out):
         raise ValueError("--max-cost needs --price-in and --price-out, in dollars a million tokens")
     taxonomy = load_taxonomy(args.taxonomy)
     specs = (sandbox.read_jsonl(args.specs) if args.specs else
              sample_specs(args.n, args.seed, args.preset, taxonomy, parse_weights(args.weight)))
-    checked_specs(args.specs, specs, taxonomy)
-    sandbox.resolve_backend("docker")            # fixtures are made in a stage of their own: bubblewrap has none
-    need_images({f"{args.base}:{spec['axes']['domain']}" for spec in specs} | {f"{args.base}:fixtures"})
+    checked_specs(specs, taxonomy, args.specs)
+    sandbox.resolve_backend("docker")    # bubblewrap has no second stage to make a fixture in
     kept, dropped, done = open_out(args.out)
+    jobs = [spec for spec in specs if spec["id"] not in done]
+    axes = [spec["axes"] for spec in jobs]
+    need_images({f"{args.base}:{a['domain']}" for a in axes}
+                | {f"{args.base}:fixtures" for a in axes if a["fixture"] != "text_only"})
     client = Client(args)
 
     def drop(spec, e):
-        dropped.write({**spec, "reason": e.reason, "detail": str(e), "reply": e.last, "checked": e.checked,
+        dropped.write({**spec, "reason": e.reason, "detail": str(e), "reply": e.reply, "checked": e.checked,
                        "made": e.made})
 
-    jobs = [spec for spec in specs if spec["id"] not in done]
-    counts, why = run_all(jobs, lambda spec: generate(spec, client, taxonomy, args), args.workers, kept.write, drop,
-                          lambda: f"; {client.bill()}")
-    print(f"{args.out}: {outcomes(counts)}, {len(specs) - len(jobs)} done before; {client.bill()}")
+    counts, why = run_all(jobs, lambda spec: generate(spec, client, taxonomy, args), args.workers, kept.write,
+                          drop, lambda: f"; {client.bill()}")
+    print(f"{args.out}: {outcomes(counts)}; {len(specs) - len(jobs)} had been done before; {client.bill()}")
     if why:
         sys.exit(f"gen.py make: stopped: {why}; the same command continues")
 
@@ -974,8 +979,8 @@ def main():
 
     p = commands.add_parser("make", help="have a language model write tasks, and keep those that work")
     # what
-    p.add_argument("--out", required=True, help="tasks.jsonl; an existing one is continued; what is dropped goes "
-                   "beside it, to tasks.dropped.jsonl")
+    p.add_argument("--out", required=True,
+                   help="tasks.jsonl; an existing one is continued; what is dropped goes to tasks.dropped.jsonl")
     p.add_argument("--specs", help="specs that gen.py sample wrote; or have some drawn by the next four")
     p.add_argument("--n", type=int, default=100)
     p.add_argument("--seed", type=int, default=0)
@@ -983,7 +988,8 @@ def main():
     p.add_argument("--weight", action="append", default=[], metavar="AXIS=VALUE:W")
     p.add_argument("--taxonomy", default=TAXONOMY)
     # who
-    p.add_argument("--base-url", required=True, help="an OpenAI-compatible endpoint; its key in OPENAI_API_KEY")
+    p.add_argument("--base-url", required=True,
+                   help="an OpenAI-compatible endpoint, up to /v1; its key in OPENAI_API_KEY")
     p.add_argument("--model", required=True, help="the model's name there")
     p.add_argument("--temperature", type=float, default=1.0)
     p.add_argument("--max-reply-tokens", type=int, default=32768)
@@ -991,7 +997,7 @@ def main():
     p.add_argument("--price-out", type=float, help="and of the replies")
     p.add_argument("--max-cost", type=float, help="dollars that this run may spend; it then stops")
     # how
-    p.add_argument("--check", choices=LEVELS, default="verify", help="how far a task is tried before it is kept")
+    p.add_argument("--check", choices=LEVELS, default="verify", help="how far a task is tried to be kept")
     p.add_argument("--repairs", type=int, default=3, help="how often a task may be sent back to the model")
     p.add_argument("--workers", type=int, default=32, help="tasks at the same time")
     p.add_argument("--base", default="tmax-base", help="the base images are BASE:domain")
@@ -999,17 +1005,17 @@ def main():
 
     p = commands.add_parser("check", help="build tasks, run their tests untouched, and their solutions")
     p.add_argument("tasks", help="tasks.jsonl")
-    p.add_argument("--out", help="write the tasks that pass, with what was found; an existing one is continued")
+    p.add_argument("--out", help="where the tasks that pass go, with what was found; it is continued")
     p.add_argument("--check", choices=LEVELS, default="verify")
     p.add_argument("--backend", default="auto", choices=["auto", "docker", "bwrap"])
-    p.add_argument("--workers", type=int, default=32, help="tasks at the same time")
+    p.add_argument("--workers", type=int, default=os.cpu_count(), help="tasks at the same time")
     p.set_defaults(run=check)
 
     args = parser.parse_args()
     try:
         args.run(args)
     except KeyboardInterrupt:
-        sys.exit(f"gen.py {args.run.__name__}: stopped; what was finished is kept, the same command continues")
+        sys.exit(f"gen.py {args.run.__name__}: stopped; the same command continues")
     except (InfraError, ValueError, OSError) as e:
         sys.exit(f"gen.py {args.run.__name__}: {e}")
 
