@@ -27,7 +27,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from hashlib import sha256
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 
 from tqdm import tqdm
@@ -390,9 +390,9 @@ def bases(args):
 # make: what the model is told
 
 TASK_PROMPT = """\
-You write tasks that teach an AI agent to work in a Linux terminal. A task has an instruction, which is all that
-the agent is told; an environment, a container that it works in; a verifier, which grades what the agent leaves
-behind; and a reference solution. Write one task along these lines:
+You write tasks that teach an AI agent to work in a Linux terminal. A task has an instruction, which is all
+that the agent is told; an environment, a container that it works in; a verifier, which grades what the agent
+leaves behind; and a reference solution. Write one task along these lines:
 
 domain: {domain}
 kind of skill: {skill_type}
@@ -405,16 +405,16 @@ fixture, the material at its heart: {fixture}. {fixture_is}
 verifier: {verifier}. {verifier_is}
 
 What makes a task good:
-- One definite outcome. The instruction names every path (absolute), format, port and threshold that is graded.
+- One definite outcome. The instruction names each path (absolute), format, port and threshold that is graded.
 - It gives away neither the answer nor the way there. It never mentions the verifier, the tests or this text.
 - The agent is the user `user`, who owns /app and starts there. It has no root, no internet, one CPU, 2 GB of
   memory, and two minutes a command. What is graded lies below /app or is served on a port above 1024.
-- Nothing depends on the date, on chance without a fixed seed, or, unless speed is graded, on the machine's speed.
+- Nothing depends on the date, on chance without a seed, or, unless speed is graded, on the machine's speed.
 - You will have to write everything it needs as text: sources, data, scripts that make data. Small is fine,
   trivial is not: let the data have the irregularities that such data has in practice.
 
-First write the task alone; its environment and verifier come next. Reply with these sections and nothing else,
-each tag on a line of its own:
+First write the task alone; its environment and verifier come next. Reply with these sections and nothing
+else, each tag on a line of its own:
 
 <instruction>
 what the agent is told
@@ -429,15 +429,15 @@ FIXTURE_PART = """\
 one JSON object, the declaration of the fixture as described here:
 </fixture>
 
-The fixture is made from its declaration while the image is built. Only the artefact itself will be in the image,
-never the declaration: put into it what the agent has to find out, and nothing of that into other files.
+The fixture is made from its declaration while the image is built. Only the artefact itself will be in the
+image, never the declaration: put into it what the agent has to find out, and nothing of it into other files.
 
 {contract}
 """
 
 ENVIRONMENT_PROMPT = """\
-Good. Now its environment, verifier and reference solution: these sections and nothing else, each tag on a line
-of its own; `file` and `test` as often as you need them, or not at all:
+Good. Now its environment, verifier and reference solution: these sections and nothing else, each tag on a
+line of its own; `file` and `test` as often as you need them, or not at all:
 
 <dockerfile>
 the lines that follow FROM: COPY, RUN, ENV, WORKDIR. They run as root, in /app.
@@ -458,8 +458,8 @@ a bash script that solves the task as the agent would: as `user`, in /app, witho
 - COPY takes your own files, each by its name or by that of its folder; it never takes a whole context.
 - Neither answers nor tests nor the solution may be in the image. In the end /app is made over to `user`.
 - {fixture_note}
-- Before anybody has done anything, the verifier must give less than 1, and must not crash. After the solution it
-  must give exactly 1, every time.
+- Before anybody has done anything, the verifier must give less than 1, and must not crash. After the solution
+  it must give exactly 1, every time.
 - The image that FROM names was built like this; packages beyond it you install in a RUN (apt-get, pip):
 
 {base}
@@ -493,8 +493,8 @@ KNOBS = {  # the fields of a declaration that make its verifier harder; of a lis
 
 
 class Rejected(Exception):
-    """What a model has sent cannot be used. reason: the word that it is counted under; the message is what the
-    model is told."""
+    """What a model has sent cannot be used. reason: the word that it is counted under; the message is for the
+    model."""
 
     def __init__(self, reason, message, checked=None):
         super().__init__(message)
@@ -583,10 +583,10 @@ def check_dockerfile(text, files):
         for source in map(str, sources):  # plain names and *: no quoting or variable means another file
             taken = [path for path, _ in sandbox.copy_sources(files, [source]).values()]
             if not re.fullmatch(r"[\w./*@+,-]+", source) or not taken:
-                malformed(f"<dockerfile>: {word} {source}: a source is the plain name of a file that you gave")
+                malformed(f"<dockerfile>: {word} {source}: name files that you gave, in plain letters")
             if any(path.startswith("fixture/") for path in taken):
-                malformed(f"<dockerfile>: {word} {source} would take the fixture's declaration into the image; "
-                          "name your own files one by one")
+                malformed(f"<dockerfile>: {word} {source} would take the fixture's declaration into the "
+                          "image; name your own files one by one")
 
 
 def assemble(spec, plan, parts, base):
@@ -628,7 +628,7 @@ LEVELS = "build", "verify", "solve"
 
 def try_task(task, level, backend):
     """What came of running a task, as far as level goes: {"build": True, "untouched": reward, "solution":
-    [reward, reward]}. Rejected has the exact output where it is no good; InfraError is not the task's fault."""
+    [reward, reward]}. Rejected has the exact output where it is no good; InfraError is not its fault."""
     checked = {}
 
     def graded(reason, when, act):
@@ -655,7 +655,8 @@ def try_task(task, level, backend):
             reward, said = graded("verifier", "before anybody has done anything", lambda box: "")
             checked["untouched"] = reward
             if reward >= 1:
-                raise Rejected("untouched", f"before anybody has done anything the reward is 1. {said}", checked)
+                raise Rejected("untouched", f"before anybody has done anything the reward is 1. {said}",
+                               checked)
         if level == "solve":
             checked["solution"] = []
             for _ in range(2):           # twice, since a verifier that wavers would teach nothing
@@ -676,9 +677,9 @@ class Stop(Exception):
 
 
 def run_all(jobs, function, workers, keep, drop, note=lambda: ""):
-    """function(job) on many threads; keep(what it returns), or drop(job, its Rejected). Where neither model nor
-    task is at fault (endpoint, engine), the job is left for the next run; three of those in a row end this one.
-    Returns the counts by outcome, and why it has stopped or None."""
+    """function(job) on many threads; keep(what it returns), or drop(job, its Rejected). Where neither model
+    nor task is at fault (endpoint, engine), the job is left for the next run; three of those in a row end
+    this one. Returns the counts by outcome, and why it has stopped or None."""
     why, counts, in_a_row = [], Counter(), 0
 
     def attempt(job):
@@ -765,8 +766,8 @@ class Client:
         return ((self.args.price_in or 0) * tokens[0] + (self.args.price_out or 0) * tokens[1]) / 1e6
 
     def ask(self, messages, seed, made):
-        """The next message and why it ended. A call starts only if --max-cost holds even when it and all those
-        in flight cost the most they can, where each byte of a prompt is a token."""
+        """The next message and why it ended. A call starts only if --max-cost holds even when it and all
+        those in flight cost the most they can, where each byte of a prompt is a token."""
         size, limit = sum(len(m["content"].encode()) + 100 for m in messages), self.args.max_cost
         worst, tokens = self.cost([size, self.args.max_reply_tokens]), [0, 0]
 
@@ -785,7 +786,7 @@ class Client:
                 "temperature": self.args.temperature, "seed": seed % 2**31})
             tokens[0] = usage.get("prompt_tokens") or size // 4           # a guess if the server does not say
             said = usage.get("completion_tokens") or len(str(message).encode()) // 4
-            tokens[1] = max(said, (usage.get("total_tokens") or 0) - tokens[0])   # thinking that some leave out
+            tokens[1] = max(said, (usage.get("total_tokens") or 0) - tokens[0])   # some leave thinking out
         except rollout.EndpointError as e:
             if e.status in (0, 401, 403, 404):
                 raise Stop(str(e)) from None
@@ -812,7 +813,8 @@ def clip(text, ends=3000):
 
 
 def generate(spec, client, taxonomy, args):
-    """A task of a spec: two replies that are good enough, and try_task. Rejected when the repairs are used up."""
+    """A task of a spec: two replies that are good enough, and try_task. Rejected, with the last reply, when
+    its repairs are used up."""
     axes, fixture = spec["axes"], spec["axes"]["fixture"]
     made, history, last = {"model": args.model, "calls": 0, "repairs": 0, "tokens": [0, 0]}, [], ""
 
@@ -899,11 +901,10 @@ def checked_specs(specs, taxonomy, source):
 
 def need_images(images):
     """Looks for the base images before any call is paid."""
-    for host in docker_hosts():
-        with docker_errors(f"images at {host}"):
-            there = {tag for image in docker_api(host).images() for tag in image["RepoTags"] or ()}
-        if missing := sorted(images - there):
-            raise InfraError(f"{host} lacks {', '.join(missing)}: `python gen.py bases` builds the base images")
+    advice = [("(?i)no such image|not known", "`python gen.py bases` builds the base images")]
+    for host, image in product(docker_hosts(), sorted(images)):
+        with docker_errors(f"{image} at {host}", advice):
+            docker_api(host).inspect_image(image)
 
 
 def make(args):
@@ -932,6 +933,8 @@ def make(args):
     print(f"{args.out}: {outcomes(counts)}; {len(specs) - len(jobs)} had been done before; {client.bill()}")
     if why:
         sys.exit(f"gen.py make: stopped: {why}; the same command continues")
+    if not os.path.getsize(args.out):
+        sys.exit(f"gen.py make: no task was kept; the reasons are in {dropped.path}")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -980,7 +983,7 @@ def main():
     p = commands.add_parser("make", help="have a language model write tasks, and keep those that work")
     # what
     p.add_argument("--out", required=True,
-                   help="tasks.jsonl; an existing one is continued; what is dropped goes to tasks.dropped.jsonl")
+                   help="tasks.jsonl; an existing one is continued; the dropped go to tasks.dropped.jsonl")
     p.add_argument("--specs", help="specs that gen.py sample wrote; or have some drawn by the next four")
     p.add_argument("--n", type=int, default=100)
     p.add_argument("--seed", type=int, default=0)
