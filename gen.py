@@ -478,9 +478,10 @@ Correct it, and send the whole reply again, every section of it, with nothing el
 # ------------------------------------------------------------------------------------------------------------
 # make: what comes back
 
-SECTIONS = "instruction|truth|fixture|dockerfile|file|verifier|test|solution"
-SECTION = re.compile(rf'^<({SECTIONS})(?: path="([^"\n]*)")?>[ \t]*\n(.*?)^</\1>[ \t]*$', re.M | re.S)
-TAG = re.compile(rf"^[ \t]*</?(?:{SECTIONS})\b.*", re.M)
+ONCE, OFTEN = "instruction|truth|fixture|dockerfile|verifier|solution", "file|test"
+SECTION = re.compile(rf'^<({ONCE}|{OFTEN})(?: path="([^"\n]*)")?>[ \t]*\n(.*?)^</\1>[ \t]*$', re.M | re.S)
+OPENING = re.compile(rf'^(<({ONCE})>|<({OFTEN}) path="[^"\n]*">)[ \t]*$', re.M)
+TAG = re.compile(rf"^[ \t]*</?({ONCE}|{OFTEN})\b.*", re.M)
 INSTRUCTIONS = "COPY", "ADD", "RUN", "ENV", "WORKDIR", "ARG", "SHELL"
 FIXTURE_STAGE = """\
 FROM {base}:fixtures AS fixture
@@ -512,10 +513,10 @@ def parse_reply(text, once, many=()):
     section that stands in a code fence as a whole is taken out of it; talk between sections does no harm."""
     if re.search("[\0\ufffd\ud800-\udfff]", text):
         malformed("it is not valid UTF-8 text")
-    text = text.partition("</think>")[2] or text
+    text = (text.partition("</think>")[2] or text).replace("\r\n", "\n")
     parts = {name: {} for name in many}
     for name, path, body in SECTION.findall(text):
-        if inner := TAG.search(body):
+        if inner := OPENING.search(body):
             malformed(f"<{name}> is not closed before {inner[0].strip()[:80]}")
         if name not in (*once, *many) or (name in many) != bool(path):
             malformed(f"there must be no <{name}> with{'' if path else 'out'} a path here")
@@ -601,6 +602,8 @@ def assemble(spec, plan, parts, base):
     for path in (*files, *parts["test"]):
         if path.split("/")[0] in (*tests, "fixture", ".dockerignore"):
             malformed(f"the path {path} is not yours to write; choose another")
+    if leak := [path for path, text in parts["file"].items() if parts["solution"] in text]:
+        malformed(f"<file path={leak[0]}> has the solution in it")
     stage = copy = ""
     if axes["fixture"] != "text_only":
         fixture = fixture_task(spec, plan["fixture"], base)

@@ -3365,6 +3365,8 @@ SPOILT = {  # kind: (which call, the reply, level, reason, what the model is tol
     "fence": ("environment", ENVIRONMENT.replace("<verifier>\n", "<verifier>\n```json\n"), "build", "format", "fence in <verifier>"),
     "not closed": ("environment", ENVIRONMENT.replace("</dockerfile>\n", ""), "build", "format", "dockerfile>"),
     "another section": ("plan", PLAN + "<fixture>\n{}\n</fixture>\n", "build", "format", "no <fixture>"),
+    "leak": ("environment", ENVIRONMENT.replace("<verifier>", '<file path="hint.sh">\n' + ENVIRONMENT.split("<solution>\n")[1].replace(
+        "</solution>", "</file>") + "<verifier>"), "build", "format", "has the solution in it"),
     "no JSON": ("environment", ENVIRONMENT.replace('{\n "files"', '{{\n "files"'), "build", "format", "<verifier> is not valid JSON"),
     "no knob": ("environment", ENVIRONMENT.replace('"files": {', '"filed": {'), "build", "format", "does not declare files"),
     "tests that pass": ("environment", ENVIRONMENT.replace("COPY logs /app/logs", "COPY logs /app/logs\nCOPY logs/all.txt /app/timeline.txt").replace(
@@ -3594,6 +3596,9 @@ def test_dockerfile_lines_that_could_leak_or_escape_are_refused(lines):
     ('<truth>\nx\n</truth>\n<file path="a">\n```py\n  1\n```\n</file>', {"truth": "x", "file": {"a": "  1\n"}}),
     ('<truth>\n```\nx\n</truth>\n<file path="a">\n</file>', {"truth": "```\nx", "file": {"a": ""}}),
     ('<truth>\nx\n</truth>\n<file path="a">\nif a <file and b:\n</file>', {"truth": "x", "file": {"a": "if a <file and b:\n"}}),
+    ('<truth>\nx\n</truth>\n<file path="a">\n<files>\n <file>\n</files>\n</file>', {"truth": "x", "file": {"a": "<files>\n <file>\n</files>\n"}}),
+    ('<truth>\nx\n</truth>\n<file path="a">\n1\n<file path="b">\n2\n</file>', 'not closed before <file path="b">'),
+    ('<truth>\r\nx\r\n</truth>\r\n', {"truth": "x", "file": {}}),
 ])
 def test_reading_a_reply(text, want):
     if isinstance(want, dict):
