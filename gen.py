@@ -771,8 +771,8 @@ class Client:
     def ask(self, messages, seed, made):
         """The next message and why it ended. A call starts only if --max-cost holds even when it and all
         those in flight cost the most they can, where each byte of a prompt is a token."""
-        size, limit = sum(len(m["content"].encode()) + 100 for m in messages), self.args.max_cost
-        worst, tokens = self.cost([size, self.args.max_reply_tokens]), [0, 0]
+        size = sum(len(m["content"].encode("utf-8", "surrogatepass")) + 100 for m in messages)
+        limit, worst, tokens = self.args.max_cost, self.cost([size, self.args.max_reply_tokens]), [0, 0]
 
         def fits():
             return limit is None or self.spent + sum(self.in_flight) + worst <= limit
