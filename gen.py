@@ -1,23 +1,43 @@
 """Tasks: where the pipeline starts. Each command writes Task records, one JSON object a line.
 
     python gen.py builtin --n 640 --seed 0 --split train --out tasks.jsonl
-    python gen.py bases --domain security
+    python gen.py sample --n 1000 --seed 0 --preset sft_v2 --out specs.jsonl
+    python gen.py bases
+    python gen.py make --specs specs.jsonl --base-url https://host/v1 --model gpt-x --out tasks.jsonl
+    python gen.py check tasks.jsonl --check solve
+    python gen.py stats tasks.jsonl --against benchmark/ --plot domains.png
 
 builtin   the demo's families (builtin/families.py); no LLM, no network; same arguments, same bytes
+sample    specs of tasks: one value from each axis of taxonomy.json, which an LLM then turns into a task
 bases     builds the images of Dockerfile.base that tasks start from
+make      has a language model write a task for each spec, and keeps those that build, fail and can be solved
+check     tries the tasks of any file in the same way
+stats     what a corpus is made of: balance over the axes, lengths, overlap with a benchmark
 """
 import argparse
+import ast
 import io
 import json
+import math
 import os
+import random
 import re
 import sys
+import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from hashlib import sha256
+from itertools import accumulate, product
 from pathlib import Path
 
+from tqdm import tqdm
+
+import rollout
+import sandbox
 from builtin.families import FAMILIES, make_task
-from sandbox import InfraError, docker_api, docker_errors, docker_hosts
+from sandbox import InfraError, docker_api, docker_errors, docker_hosts, file_bytes, numbered_records
+
+HERE = Path(__file__).parent
 
 
 def write_tasks(path, tasks):
@@ -72,6 +92,257 @@ def builtin(args):
 
 
 # ------------------------------------------------------------------------------------------------------------
+# sample: taxonomy.json and draws from it
+#
+# The axes of STRUCTURE are drawn in that order, each given what has been drawn before it. So the earlier ones
+# are exactly as the preset says, and only verifier and fixture, which have to fit the rest, shift within
+# their bucket ("old" values are those of the legacy preset, "new" ones all others). The bucket itself is drawn
+# with its exact odds: load_taxonomy makes sure that both buckets can be had whatever was drawn before.
+
+TAXONOMY = Path(__file__).with_name("taxonomy.json")
+STRUCTURE = ("domain", "task_complexity", "command_complexity", "verifier", "fixture")
+OF_DOMAIN = {"skill_type": "skill_types", "persona": "personas"}
+AXES = ("domain", "skill_type", "primitive_skills", "persona", "language", "task_complexity",
+        "command_complexity", "fixture", "verifier")                         # the order in a task's record
+PRIMITIVES = (3, 5)                                                          # at least, at most, a task
+
+
+def axis_values(taxonomy, axis, domain=None):
+    """An axis's values, in the file's order; skill types and personas of one domain, or of all."""
+    if axis == "domain":
+        return list(taxonomy["domains"])
+    if axis in OF_DOMAIN:
+        domains = [domain] if domain else taxonomy["domains"]
+        return list(dict.fromkeys(v for d in domains for v in taxonomy["domains"][d][OF_DOMAIN[axis]]))
+    if axis == "primitive_skills":
+        return [p for d in taxonomy["domains"].values() for ps in d["skill_types"].values() for p in ps]
+    return list(taxonomy[axis])
+
+
+def load_taxonomy(path=TAXONOMY):
+    """The nine axes. ValueError says what an edit of the file has broken."""
+    try:
+        taxonomy = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ValueError(f"{path}: not JSON: {e}") from None
+
+    def require(condition, what):
+        if not condition:
+            raise ValueError(f"{path}: {what}")
+
+    keys = {"domains", "language", "old", "presets", "incompatible", *STRUCTURE[1:]}
+    require(isinstance(taxonomy, dict) and set(taxonomy) == keys, f"needs exactly the keys {sorted(keys)}")
+    for name, domain in taxonomy["domains"].items():
+        require(set(domain) == {"skill_types", "personas"}, f"{name} needs skill_types and personas, no more")
+        skills = [p for ps in domain["skill_types"].values() for p in ps]
+        require(all(domain["skill_types"].values()), f"{name} has a skill type without primitive skills")
+        require(len(skills) >= PRIMITIVES[1], f"{name} needs at least {PRIMITIVES[1]} primitive skills")
+        require(len(set(skills)) == len(skills), f"{name} has a primitive skill twice")
+        require(domain["personas"], f"{name} has no persona")
+    require(all(w > 0 for w in taxonomy["language"].values()), "a language's weight is not above 0")
+    for axis, values in taxonomy["old"].items():
+        require(values and set(values) < set(taxonomy[axis]), f"old {axis}: some of its values, not all")
+    for rule in taxonomy["incompatible"]:
+        axes = set(rule) - {"why"}
+        # A rule between domain and complexities alone would bend shares that are promised to be exact.
+        require(axes & {"verifier", "fixture"} and axes <= set(STRUCTURE), f"no such rule: {rule}")
+        for axis in axes:
+            unknown = set(rule[axis]) - set(axis_values(taxonomy, axis))
+            require(not unknown, f"incompatible: there is no {axis} {', '.join(unknown)}")
+    for name, preset in taxonomy["presets"].items():
+        parts = preset.get("mix") or {name: 1}
+        require(all("new_to_old" in taxonomy["presets"].get(part, {}) for part in parts),
+                f"preset {name} mixes presets that are not there")
+    for name in taxonomy["presets"]:
+        for part, _ in preset_parts(taxonomy, name):
+            try:
+                draw_tables(taxonomy, part, {})
+            except ValueError as e:
+                raise ValueError(f"{path}: {e}") from None
+    return taxonomy
+
+
+def clashes(taxonomy, drawn):
+    """The rule that forbids what has been drawn so far ({axis: value}), or None."""
+    return next((rule for rule in taxonomy["incompatible"]
+                 if all(drawn.get(axis) in rule[axis] for axis in rule if axis != "why")), None)
+
+
+def probabilities(taxonomy, axis, drawn, odds, weights):
+    """{value: probability} of an axis, given what has been drawn before it.
+
+    odds: {axis: (new, old)}; an axis in it shares these out over its two buckets, uniformly inside. Others are
+    uniform, languages by their own weights. weights: {(axis, value): factor} on top of that.
+    """
+    fit = [v for v in axis_values(taxonomy, axis, drawn.get("domain")) if not clashes(taxonomy, {**drawn, axis: v})]
+    if axis in odds:
+        old = set(taxonomy["old"][axis])
+        for bucket, share in (("new", odds[axis][0]), ("old", odds[axis][1])):
+            if share and not any((v in old) == (bucket == "old") for v in fit):
+                raise ValueError(f"no {bucket} {axis} fits {', '.join(drawn.values())}: see \"incompatible\"")
+        sizes = Counter(v in old for v in fit)
+        mass = {v: odds[axis][v in old] / sizes[v in old] for v in fit}
+    else:
+        mass = {v: taxonomy["language"][v] if axis == "language" else 1 for v in fit}
+    mass = {v: m * weights.get((axis, v), 1) for v, m in mass.items()}
+    total = sum(mass.values())
+    if not total:
+        given = f" with {', '.join(drawn.values())}" if drawn else ""
+        raise ValueError(f"the weights leave no {axis} to draw{given}")
+    return {v: m / total for v, m in mass.items() if m}
+
+
+def draw_tables(taxonomy, preset, weights):
+    """Everything that a preset (not a mixture) can draw, worked out once.
+
+    Returns ({(axis, *values drawn before it): (values, cumulative probabilities)}, {axis: {value: share}}).
+    Skill type, persona and language depend on the domain alone.
+    """
+    odds = taxonomy["presets"][preset]["new_to_old"]
+    tables, shares, reached = {}, defaultdict(Counter), [({}, 1)]
+
+    def table(axis, drawn, p):
+        given = probabilities(taxonomy, axis, drawn, odds, weights)
+        tables[axis, *drawn.values()] = list(given), list(accumulate(given.values()))
+        for value, q in given.items():
+            shares[axis][value] += p * q
+        return given
+
+    for axis in STRUCTURE:
+        reached = [({**drawn, axis: value}, p * q)
+                   for drawn, p in reached for value, q in table(axis, drawn, p).items()]
+    for domain, p in shares["domain"].copy().items():
+        for axis in ("skill_type", "persona", "language"):
+            table(axis, {"domain": domain}, p)
+    return tables, shares
+
+
+def preset_parts(taxonomy, preset):
+    """[(name, count)]: what a mixture mixes, and the preset itself where it is none."""
+    if preset not in taxonomy["presets"]:
+        raise ValueError(f"no preset {preset}; there are {', '.join(taxonomy['presets'])}")
+    mix = taxonomy["presets"][preset].get("mix", {preset: 1})
+    divisor = math.gcd(*mix.values())
+    return [(name, count // divisor) for name, count in mix.items()]
+
+
+def expected_shares(taxonomy, preset, weights):
+    """{axis: {value: share}} of an endless sample."""
+    parts = preset_parts(taxonomy, preset)
+    shares = defaultdict(Counter)
+    for name, count in parts:
+        for axis, values in draw_tables(taxonomy, name, weights)[1].items():
+            for value, share in values.items():
+                shares[axis][value] += share * count / sum(count for _, count in parts)
+    return shares
+
+
+def check_weights(taxonomy, preset, weights):
+    expected = expected_shares(taxonomy, preset, {})
+    for (axis, value), weight in weights.items():
+        if axis not in expected:
+            raise ValueError(f"weight {axis}={value}: no such axis; there are {', '.join(sorted(expected))}")
+        if value not in axis_values(taxonomy, axis):
+            raise ValueError(f"weight {axis}={value}: no such value; "
+                             f"there are {', '.join(axis_values(taxonomy, axis))}")
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"weight {axis}={value}:{weight}: a weight is a finite number, 0 or more")
+        if weight and not expected[axis][value]:
+            raise ValueError(f"weight {axis}={value}: preset {preset} never draws it; choose another --preset")
+
+
+def sample_specs(n, seed=0, preset="tmax15k", taxonomy=None, weights=None):
+    """n specs, [{"id", "axes": {axis: value}}], each drawn from a random stream of its own.
+
+    So a sample is the beginning of every longer one. A mixture deals its presets out in turn: exact shares,
+    not random ones. weights: {(axis, value): factor} makes a value that many times as likely against the
+    others of its axis; 0 leaves it out. ValueError for an unknown preset, axis, value or a bad weight.
+    """
+    taxonomy, weights = taxonomy or load_taxonomy(), weights or {}
+    parts = preset_parts(taxonomy, preset)
+    check_weights(taxonomy, preset, weights)
+    tables = {name: draw_tables(taxonomy, name, weights)[0] for name, _ in parts}
+    turns = sorted(((k + .5) / count, name) for name, count in parts for k in range(count))   # evenly spread
+    specs = []
+    for i in range(n):
+        rng = random.Random(f"{preset} {seed} {i}")
+        table = tables[turns[i % len(turns)][1]]
+
+        def draw(axis, *drawn):
+            values, cumulative = table[axis, *drawn]
+            return rng.choices(values, cum_weights=cumulative)[0]
+
+        drawn = []
+        for axis in STRUCTURE:
+            drawn.append(draw(axis, *drawn))
+        axes = dict(zip(STRUCTURE, drawn))
+        for axis in ("skill_type", "persona", "language"):
+            axes[axis] = draw(axis, axes["domain"])
+        axes["primitive_skills"] = draw_primitives(rng, taxonomy, axes["domain"], axes["skill_type"])
+        axes = {axis: axes[axis] for axis in AXES}
+        # The fingerprint keeps the ids of corpora apart that differ in seed, preset, weights or taxonomy.
+        fingerprint = sha256(json.dumps([preset, seed, axes]).encode()).hexdigest()[:8]
+        specs.append({"id": f"{axes['domain']}-{i:05d}-{fingerprint}", "axes": axes})
+    return specs
+
+
+def draw_primitives(rng, taxonomy, domain, skill_type):
+    """3 to 5 primitive skills: of the skill type as long as it has any, then others of the domain."""
+    skills = taxonomy["domains"][domain]["skill_types"]
+    count = rng.randint(*PRIMITIVES)
+    own = rng.sample(skills[skill_type], min(count, len(skills[skill_type])))
+    others = [p for name, ps in skills.items() if name != skill_type for p in ps]
+    return own + rng.sample(others, count - len(own))
+
+
+def parse_weights(texts):
+    """["axis=value:w"] as {(axis, value): w}."""
+    weights = {}
+    for text in texts:
+        name, colon, number = text.rpartition(":")
+        axis, equals, value = name.partition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = None
+        if not (colon and equals) or weight is None:
+            raise ValueError(f"--weight {text}: write axis=value:w, for example fixture=image:3")
+        if (axis, value) in weights:
+            raise ValueError(f"--weight {axis}={value} is there twice")
+        weights[axis, value] = weight
+    return weights
+
+
+def share_table(specs, taxonomy, preset, weights):
+    """Lines: each value's share in the sample, in an endless one, and in one without incompatible pairs."""
+    expected = expected_shares(taxonomy, preset, weights)
+    free = expected_shares({**taxonomy, "incompatible": []}, preset, weights)
+    yield f"{'axis':<19}{'value':<32}{'share':>8}{'expected':>10}{'if all fitted':>15}"
+    for axis in (*STRUCTURE, "language"):
+        counts = Counter(spec["axes"][axis] for spec in specs)
+        for value in axis_values(taxonomy, axis):
+            moved = "" if math.isclose(expected[axis][value], free[axis][value]) else f"{free[axis][value]:>15.2%}"
+            yield f"{axis:<19}{value:<32}{counts[value] / len(specs):>8.2%}{expected[axis][value]:>10.2%}{moved}"
+    for axis in ("skill_type", "primitive_skills", "persona"):
+        counts = counted(specs, axis)
+        yield (f"{axis}: {len(counts)} of {len(axis_values(taxonomy, axis))} drawn, "
+               f"{min(counts.values())} to {max(counts.values())} times each")
+
+
+def sample(args):
+    try:
+        if args.n < 1:
+            raise ValueError(f"--n {args.n}: ask for at least one spec")
+        taxonomy, weights = load_taxonomy(args.taxonomy), parse_weights(args.weight)
+        specs = sample_specs(args.n, args.seed, args.preset, taxonomy, weights)
+        write_tasks(args.out, specs)
+    except (ValueError, OSError) as e:
+        sys.exit(f"gen.py sample: {e}")
+    print(*share_table(specs, taxonomy, args.preset, weights), sep="\n")
+    print(f"{args.out}: {len(specs)} specs")
+
+
+# ------------------------------------------------------------------------------------------------------------
 # bases
 
 BASES = Path(__file__).with_name("Dockerfile.base")
@@ -116,6 +387,572 @@ def bases(args):
 
 
 # ------------------------------------------------------------------------------------------------------------
+# make: what the model is told
+
+TASK_PROMPT = """\
+You write tasks that teach an AI agent to work in a Linux terminal. A task has an instruction, which is all
+that the agent is told; an environment, a container that it works in; a verifier, which grades what the agent
+leaves behind; and a reference solution. Write one task along these lines:
+
+domain: {domain}
+kind of skill: {skill_type}
+skills it must call for: {skills}
+who asks, and so in what tone and setting: {persona}
+language of any code: {language}
+length: {task_complexity}. {task_complexity_is}
+means: {command_complexity}. {command_complexity_is}
+fixture, the material at its heart: {fixture}. {fixture_is}
+verifier: {verifier}. {verifier_is}
+
+What makes a task good:
+- One definite outcome. The instruction names each path (absolute), format, port and threshold that is graded.
+- It gives away neither the answer nor the way there. It never mentions the verifier, the tests or this text.
+- The agent is the user `user`, who owns /app and starts there. It has no root, no internet, one CPU, 2 GB of
+  memory, and two minutes a command. What is graded lies below /app or is served on a port above 1024.
+- Nothing depends on the date, on chance without a seed, or, unless speed is graded, on the machine's speed.
+- You will have to write everything it needs as text: sources, data, scripts that make data. Small is fine,
+  trivial is not: let the data have the irregularities that such data has in practice.
+
+First write the task alone; its environment and verifier come next. Reply with these sections and nothing
+else, each tag on a line of its own:
+
+<instruction>
+what the agent is told
+</instruction>
+<truth>
+what only you and the verifier know: the right answer, with the figures, texts or behaviours that are graded
+</truth>
+{fixture_part}"""
+
+FIXTURE_PART = """\
+<fixture>
+one JSON object, the declaration of the fixture as described here:
+</fixture>
+
+The fixture is made from its declaration while the image is built. Only the artefact itself will be in the
+image, never the declaration: put into it what the agent has to find out, and nothing of it into other files.
+
+{contract}
+"""
+
+ENVIRONMENT_PROMPT = """\
+Good. Now its environment, verifier and reference solution: these sections and nothing else, each tag on a
+line of its own; `file` and `test` as often as you need them, or not at all:
+
+<dockerfile>
+the lines that follow FROM: COPY, RUN, ENV, WORKDIR. They run as root, in /app.
+</dockerfile>
+<file path="data/readings.csv">
+one file of the build context
+</file>
+<verifier>
+one JSON object, the declaration of the verifier as described below
+</verifier>
+<test path="expected.txt">
+one file for the verifier alone; it will lie in /tests, which exists only while grading
+</test>
+<solution>
+a bash script that solves the task as the agent would: as `user`, in /app, without internet, in two minutes
+</solution>
+
+- COPY takes your own files, each by its name or by that of its folder; it never takes a whole context.
+- Neither answers nor tests nor the solution may be in the image. In the end /app is made over to `user`.
+- {fixture_note}
+- Before anybody has done anything, the verifier must give less than 1, and must not crash. After the solution
+  it must give exactly 1, every time.
+- The image that FROM names was built like this; packages beyond it you install in a RUN (apt-get, pip):
+
+{base}
+
+The verifier, {verifier}:
+
+{contract}
+"""
+
+REPAIR_PROMPT = """\
+That cannot be used: {complaint}
+
+Correct it, and send the whole reply again, every section of it, with nothing else around them."""
+
+
+# ------------------------------------------------------------------------------------------------------------
+# make: what comes back
+
+ONCE, OFTEN = "instruction|truth|fixture|dockerfile|verifier|solution", "file|test"
+SECTION = re.compile(rf'^<({ONCE}|{OFTEN})(?: path="([^"\n]*)")?>[ \t]*\n(.*?)^</\1>[ \t]*$', re.M | re.S)
+OPENING = re.compile(rf'^(<({ONCE})>|<({OFTEN}) path="[^"\n]*">)[ \t]*$', re.M)
+TAG = re.compile(rf"^[ \t]*</?({ONCE}|{OFTEN})\b.*", re.M)
+INSTRUCTIONS = "COPY", "ADD", "RUN", "ENV", "WORKDIR", "ARG", "SHELL"
+FIXTURE_STAGE = """\
+FROM {base}:fixtures AS fixture
+COPY fixture/ /fixture/
+RUN python3 /fixture/make.py /fixture/fixture.json /out
+"""
+KNOBS = {  # the fields of a declaration that make its verifier harder; of a list or an object, its length
+    "exact_text": ["files"], "metric_threshold": ["threshold"], "adversarial_corpus": ["malicious", "benign"],
+    "fuzz_equivalence": ["n"], "multi_protocol": ["checks"]}
+
+
+class Rejected(Exception):
+    """What a model has sent cannot be used. reason: the word that it is counted under; the message is for the
+    model."""
+
+    def __init__(self, reason, message, checked=None):
+        super().__init__(message)
+        self.reason, self.checked = reason, checked or {}
+
+
+def malformed(what):
+    raise Rejected("format", what)
+
+
+def parse_reply(text, once, many=()):
+    """A reply's sections: {name: text} for those that come once, {name: {path: text}} for the others.
+
+    Strict, since what is guessed at here is a broken task later. Thinking before the answer is skipped, and a
+    section that stands in a code fence as a whole is taken out of it; talk between sections does no harm."""
+    if re.search("[\0\ufffd\ud800-\udfff]", text):
+        malformed("it is not valid UTF-8 text")
+    text = (text.partition("</think>")[2] or text).replace("\r\n", "\n")
+    parts = {name: {} for name in many}
+    for name, path, body in SECTION.findall(text):
+        if inner := OPENING.search(body):
+            malformed(f"<{name}> is not closed before {inner[0].strip()[:80]}")
+        if name not in (*once, *many) or (name in many) != bool(path):
+            malformed(f"there must be no <{name}> with{'' if path else 'out'} a path here")
+        if path in parts[name] if name in many else name in parts:
+            malformed(f"there are two sections <{name}{f' path={path}' * bool(path)}>; give one answer")
+        lines = body.strip().split("\n")
+        if lines[0].startswith("```") and name not in ("instruction", "truth"):
+            if lines[-1].strip() != "```" or len(lines) < 2:
+                malformed(f"the code fence in <{name}> does not end with the section")
+            body = "\n".join(lines[1:-1]) + "\n"
+        if name in many:
+            parts[name][path] = body
+        else:
+            parts[name] = body.strip()
+    if stray := TAG.search(SECTION.sub("", text)):
+        malformed(f"{stray[0].strip()[:80]}: each tag stands on its own line, and each section is closed")
+    for name in once:
+        if name not in parts or not parts[name] and name != "dockerfile":
+            malformed(f"the section <{name}> is missing or empty")
+    return parts
+
+
+def parse_json(name, text):
+    try:
+        value = json.loads(text, parse_constant=lambda word: malformed(f"<{name}>: {word} is no JSON"))
+    except (ValueError, RecursionError) as e:
+        malformed(f"<{name}> is not valid JSON: {e}")
+    return value if isinstance(value, dict) else malformed(f"<{name}> must be one JSON object")
+
+
+def recipe(kind, folder):
+    """A fixture's or verifier's script, which goes into the task, and its docstring, which the model sees."""
+    path = HERE / folder / f"{kind}.py"
+    if not path.exists():
+        raise ValueError(f"{kind!r} has no recipe: write {folder}/{kind}.py")
+    text = path.read_text(encoding="utf-8")
+    return text, ast.get_docstring(ast.parse(text))
+
+
+def fixture_task(spec, declaration, base):
+    """The stage that makes a fixture, as something to build."""
+    declaration = json.dumps(declaration, ensure_ascii=False, indent=1)
+    return {"id": spec["id"], "dockerfile": FIXTURE_STAGE.format(base=base),
+            "files": {"fixture/make.py": {"text": recipe(spec["axes"]["fixture"], "fixtures")[0]},
+                      "fixture/fixture.json": {"text": declaration}}}
+
+
+def check_dockerfile(text, files):
+    """The model's lines may take its own files along and nothing else: no declaration, no other stage."""
+    for line in sandbox.dockerfile_lines(text):
+        word, rest = (line.split(None, 1) + [""])[:2]
+        if word.upper() not in INSTRUCTIONS:
+            malformed(f"<dockerfile> must not have {word}, only {', '.join(INSTRUCTIONS)}")
+        options = re.match(r"(?:--\S+\s+)*", rest)[0]
+        copies = word.upper() in ("COPY", "ADD")
+        if re.sub(r"--(chown|chmod)=\S+", "", options).strip() or options and not copies:
+            malformed(f"<dockerfile>: {word} {options.strip()}: no options but COPY's --chown and --chmod")
+        if not copies:
+            continue
+        rest = rest[len(options):]
+        try:
+            sources = (json.loads(rest) if rest.startswith("[") else rest.split())[:-1]
+        except (ValueError, RecursionError):
+            sources = [rest]
+        for source in map(str, sources):  # plain names and *: no quoting or variable means another file
+            taken = [path for path, _ in sandbox.copy_sources(files, [source]).values()]
+            if not re.fullmatch(r"[\w./*@+,-]+", source) or not taken:
+                malformed(f"<dockerfile>: {word} {source}: name files that you gave, in plain letters")
+            if any(path.startswith("fixture/") for path in taken):
+                malformed(f"<dockerfile>: {word} {source} would take the fixture's declaration into the "
+                          "image; name your own files one by one")
+
+
+def assemble(spec, plan, parts, base):
+    """The Task record (DESIGN "Records") that the sections of both replies make."""
+    axes, declaration = spec["axes"], parse_json("verifier", parts["verifier"])
+    files = {path: {"text": text, "mode": "755" if text.startswith("#!") else "644"}
+             for path, text in parts["file"].items()}
+    tests = {"test.sh": {"text": "python3 /tests/verifier.py /tests/verifier.json\n"},
+             "verifier.py": {"text": recipe(axes["verifier"], "verifiers")[0]},
+             "verifier.json": {"text": json.dumps(declaration, ensure_ascii=False, indent=1)},
+             "harness.py": {"text": recipe("harness", "verifiers")[0]}}
+    for path in (*files, *parts["test"]):
+        if path.split("/")[0] in (*tests, "fixture", ".dockerignore"):
+            malformed(f"the path {path} is not yours to write; choose another")
+    if leak := [path for path, text in parts["file"].items() if parts["solution"] in text]:
+        malformed(f"<file path={leak[0]}> has the solution in it")
+    stage = copy = ""
+    if axes["fixture"] != "text_only":
+        fixture = fixture_task(spec, plan["fixture"], base)
+        files |= fixture["files"]
+        stage, copy = fixture["dockerfile"], "COPY --from=fixture /out/ /\n"
+    check_dockerfile(parts["dockerfile"], files)
+    knob = {}
+    for name in KNOBS.get(axes["verifier"], []):
+        value = declaration[name] if name in declaration else malformed(f"<verifier> does not declare {name}")
+        knob[name] = len(value) if isinstance(value, (list, dict)) else value
+    return {
+        "id": spec["id"], "instruction": plan["instruction"], "axes": axes, "knob": knob,
+        "dockerfile": f"{stage}FROM {base}:{axes['domain']}\nWORKDIR /app\n{copy}{parts['dockerfile']}\n"
+                      "RUN chown -R user:user /app\nWORKDIR /app\n",
+        "files": files, "tests": tests | {path: {"text": text} for path, text in parts["test"].items()},
+        "solution": {"solve.sh": {"text": parts["solution"] + "\n"}},
+        "truth": plan["truth"], "user": "user", "limits": dict(sandbox.LIMITS)}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# check: nothing is kept that was not run
+
+LEVELS = "build", "verify", "solve"
+
+
+def try_task(task, level, backend):
+    """What came of running a task, as far as level goes: {"build": True, "untouched": reward, "solution":
+    [reward, reward]}. Rejected has the exact output where it is no good; InfraError is not its fault."""
+    checked = {}
+
+    def graded(reason, when, act):
+        """The reward after act(sandbox), and what verifier and act have printed."""
+        try:
+            with sandbox.Sandbox(task, backend) as box:
+                said = act(box)
+                reward, fault, log = box.verify()
+        except sandbox.AgentFault as e:
+            raise Rejected(reason, f"{when} the sandbox ended: {e}", checked) from None
+        if fault:
+            raise Rejected("verifier", f"{when} {fault}; the verifier's output:\n{log}\n{said}", checked)
+        return reward, f"The verifier's output:\n{log}\n{said}"
+
+    def solve(box):
+        result = box.run(rollout.solution_command(task))
+        return f"The solution's output:\n{rollout.observation(result)}"
+
+    try:
+        sandbox.check_task(task)
+        sandbox.prepare(task, backend)
+        checked["build"] = True
+        if level != "build":
+            reward, said = graded("verifier", "before anybody has done anything", lambda box: "")
+            checked["untouched"] = reward
+            if reward >= 1:
+                raise Rejected("untouched", f"before anybody has done anything the reward is 1. {said}",
+                               checked)
+        if level == "solve":
+            checked["solution"] = []
+            for _ in range(2):           # twice, since a verifier that wavers would teach nothing
+                if not task.get("solution"):
+                    raise Rejected("solution", "there is no reference solution", checked)
+                reward, said = graded("solution", "after the reference solution", solve)
+                checked["solution"].append(reward)
+                if reward < 1:
+                    raise Rejected("solution", f"after the reference solution the reward is {reward}. {said}",
+                                   checked)
+    except sandbox.TaskError as e:
+        raise Rejected("build", str(e), checked) from None
+    return checked
+
+
+class Stop(Exception):
+    """Nothing can follow: the money is spent, or the endpoint takes no calls."""
+
+
+def run_all(jobs, function, workers, keep, drop, note=lambda: ""):
+    """function(job) on many threads; keep(what it returns), or drop(job, its Rejected). Where neither model
+    nor task is at fault (endpoint, engine), the job is left for the next run; three of those in a row end
+    this one. Returns the counts by outcome, and why it has stopped or None."""
+    why, counts, in_a_row = [], Counter(), 0
+
+    def attempt(job):
+        if why:
+            return job, "left", None
+        try:
+            return job, "kept", function(job)
+        except Rejected as e:
+            return job, e.reason, e
+        except Stop as e:
+            why.append(str(e))
+            return job, "left", None
+        except InfraError as e:
+            return job, "left", e
+
+    with tqdm(total=len(jobs), unit="task") as bar:
+        for job, outcome, result in rollout.run_jobs(jobs, attempt, workers):
+            counts[outcome] += 1
+            in_a_row = in_a_row + 1 if outcome == "left" else 0
+            if outcome == "kept":
+                keep(result)
+            elif outcome != "left":
+                drop(job, result)
+            elif result:
+                tqdm.write(f"{job['id']} is left for the next run: {result}")
+                if in_a_row == 3 and not why:
+                    why.append(f"three in a row failed through no fault of theirs, the last with: {result}")
+            bar.set_postfix_str(outcomes(counts) + note(), refresh=False)
+            bar.update(outcome != "left")
+    return counts, why[0] if why else None
+
+
+def outcomes(counts):
+    reasons = [f"{reason} {n}" for reason, n in counts.most_common() if reason not in ("kept", "left")]
+    dropped = sum(counts.values()) - counts["kept"] - counts["left"]
+    return (f"{counts['kept']} kept, {dropped} dropped" + f" ({', '.join(reasons)})" * bool(reasons)
+            + f", {counts['left']} left" * bool(counts["left"]))
+
+
+def open_out(out):
+    """The files of a run, tasks.jsonl and tasks.dropped.jsonl, and the ids that they hold already."""
+    paths = Path(out), Path(out).with_suffix(".dropped.jsonl")
+    paths[0].parent.mkdir(parents=True, exist_ok=True)
+    kept, dropped = map(sandbox.JsonlWriter, paths)             # which cut off what a killed run has torn
+    return kept, dropped, {record["id"] for path in paths for record in sandbox.read_jsonl(path)}
+
+
+def check(args):
+    tasks, backend = sandbox.load_tasks(args.tasks), sandbox.resolve_backend(args.backend)
+    kept, dropped, done = open_out(args.out) if args.out else (None, None, ())
+
+    def keep(task):
+        if kept:
+            kept.write(task)
+
+    def drop(task, e):
+        tqdm.write(f"{task['id']}: {e.reason}: {e}")
+        if dropped:
+            dropped.write({"id": task["id"], "axes": task.get("axes"), "reason": e.reason, "detail": str(e),
+                           "checked": e.checked})
+
+    jobs = [task for task in tasks if task["id"] not in done]
+    counts, why = run_all(jobs, lambda task: task | {"checked": try_task(task, args.check, backend)},
+                          args.workers, keep, drop)
+    print(f"{args.tasks}: {outcomes(counts)}; {len(tasks) - len(jobs)} had been done before")
+    if why:
+        sys.exit(f"gen.py check: stopped: {why}")
+    sys.exit(counts["kept"] < len(jobs))
+
+
+# ------------------------------------------------------------------------------------------------------------
+# make
+
+class Client:
+    """The endpoint and its bill, for many threads."""
+
+    def __init__(self, args):
+        self.engine, self.args = rollout.ChatEngine(args.base_url, args.model), args
+        self.calls, self.tokens, self.spent, self.in_flight = 0, [0, 0], 0.0, []
+        self.room = threading.Condition()
+        self.trying = threading.Semaphore(os.cpu_count())    # calls only wait, but builds and tests compute
+
+    def cost(self, tokens):
+        return ((self.args.price_in or 0) * tokens[0] + (self.args.price_out or 0) * tokens[1]) / 1e6
+
+    def ask(self, messages, seed, made):
+        """The next message and why it ended. A call starts only if --max-cost holds even when it and all
+        those in flight cost the most they can, where each byte of a prompt is a token."""
+        size = sum(len(m["content"].encode("utf-8", "surrogatepass")) + 100 for m in messages)
+        limit, worst, tokens = self.args.max_cost, self.cost([size, self.args.max_reply_tokens]), [0, 0]
+
+        def fits():
+            return limit is None or self.spent + sum(self.in_flight) + worst <= limit
+
+        with self.room:
+            self.room.wait_for(lambda: fits() or not self.in_flight)
+            if not fits():
+                raise Stop(f"--max-cost {limit:g}: ${self.spent:.4f} spent, and the next call may take "
+                           f"${worst:.4f}")
+            self.in_flight.append(worst)
+        try:
+            message, finish, usage = self.engine.post({
+                "model": self.args.model, "messages": messages, "max_tokens": self.args.max_reply_tokens,
+                "temperature": self.args.temperature, "seed": seed % 2**31})
+            tokens[0] = usage.get("prompt_tokens") or size // 4           # a guess if the server does not say
+            said = usage.get("completion_tokens") or len(str(message).encode()) // 4
+            tokens[1] = max(said, (usage.get("total_tokens") or 0) - tokens[0])   # some leave thinking out
+        except rollout.EndpointError as e:
+            if e.status in (0, 401, 403, 404):
+                raise Stop(str(e)) from None
+            if 400 <= e.status < 500 and e.status not in (408, 409, 429):
+                raise Rejected("endpoint", str(e)) from None              # it will not take this very prompt
+            raise
+        finally:
+            with self.room:
+                self.in_flight.remove(worst)
+                self.calls, self.spent = self.calls + 1, self.spent + self.cost(tokens)
+                self.tokens = [a + b for a, b in zip(self.tokens, tokens)]
+                self.room.notify_all()
+        made["calls"], made["tokens"] = made["calls"] + 1, [a + b for a, b in zip(made["tokens"], tokens)]
+        return message, finish
+
+    def bill(self):
+        cost = f", ${self.spent:.2f}" * (self.args.price_in is not None or self.args.price_out is not None)
+        return f"{self.calls} calls, {self.tokens[0]:,} + {self.tokens[1]:,} tokens{cost}"
+
+
+def clip(text, ends=3000):
+    """Both ends of an output that a model is told of."""
+    return text if len(text) <= 2 * ends else f"{text[:ends]}\n[...]\n{text[-ends:]}"
+
+
+def generate(spec, client, taxonomy, args):
+    """A task of a spec: two replies that are good enough, and try_task. Rejected, with the last reply, when
+    its repairs are used up."""
+    axes, fixture = spec["axes"], spec["axes"]["fixture"]
+    made, history, last = {"model": args.model, "calls": 0, "repairs": 0, "tokens": [0, 0]}, [], ""
+
+    def step(prompt, accept):
+        """Asks until accept(reply) takes it. The model sees the talk so far and its latest attempt."""
+        nonlocal history, last
+        question, attempt = [*history, {"role": "user", "content": prompt}], []
+        while True:
+            seed = rollout.derive_seed(spec["id"], made["calls"])
+            message, finish = client.ask(question + attempt, seed, made)
+            last = message["content"] if isinstance(message["content"], str) else ""
+            reply = {"role": "assistant", "content": last}
+            try:
+                if message.get("refusal") or finish == "content_filter":
+                    raise Rejected("refused", message.get("refusal") or "the endpoint withheld the reply")
+                if finish == "length":
+                    raise Rejected("cut", f"it was cut at {args.max_reply_tokens} tokens; be briefer")
+                result = accept(last)
+            except Rejected as e:
+                if made["repairs"] == args.repairs:
+                    raise
+                made["repairs"] += 1
+                complaint = REPAIR_PROMPT.format(complaint=clip(str(e)))
+                attempt = [reply, {"role": "user", "content": complaint}]
+            else:
+                history = [*question, reply]
+                return result
+
+    def accept_plan(reply):
+        plan = parse_reply(reply, ["instruction", "truth"] + ["fixture"] * (fixture != "text_only"))
+        if fixture != "text_only":
+            plan["fixture"] = parse_json("fixture", plan["fixture"])
+            try:
+                with client.trying:      # made right away, while the model can still change it
+                    sandbox.prepare(fixture_task(spec, plan["fixture"], args.base), "docker")
+            except sandbox.TaskError as e:
+                raise Rejected("fixture", str(e)) from None
+        return plan
+
+    def accept_environment(reply):
+        parts = parse_reply(reply, ["dockerfile", "verifier", "solution"], ["file", "test"])
+        task = assemble(spec, plan, parts, args.base)
+        with client.trying:
+            return task | {"checked": try_task(task, args.check, "docker"), "made": made}
+
+    try:
+        texts = {axis + "_is": taxonomy[axis][axes[axis]] for axis in STRUCTURE[1:]}
+        contract = "" if fixture == "text_only" else recipe(fixture, "fixtures")[1]
+        plan = step(TASK_PROMPT.format(
+            **axes, **texts, skills="; ".join(axes["primitive_skills"]),
+            fixture_part=FIXTURE_PART.format(contract=contract) if contract else ""), accept_plan)
+        return step(ENVIRONMENT_PROMPT.format(
+            base=base_stages()[axes["domain"]], verifier=axes["verifier"],
+            contract=recipe(axes["verifier"], "verifiers")[1],
+            fixture_note="The fixture's artefact is in place already when your lines run." if contract else
+                         "There is no fixture but your own files."), accept_environment)
+    except Rejected as e:
+        e.reply, e.made = last, made
+        raise
+
+
+def checked_specs(specs, taxonomy, source):
+    """The specs as they are. ValueError says which is the first that cannot be used."""
+    seen = set()
+    for spec in specs:
+        name, axes = spec.get("id"), spec.get("axes")
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
+            raise ValueError(f"{source}: the id {name!r} names files: letters, digits, '.', '_' and '-' only")
+        if name in seen:
+            raise ValueError(f"{source}: there are two specs with the id {name}")
+        if not isinstance(axes, dict) or set(AXES) - set(axes):
+            raise ValueError(f"{source}: spec {name} needs axes: {', '.join(AXES)}")
+        for axis in STRUCTURE:
+            if axes[axis] not in axis_values(taxonomy, axis):
+                raise ValueError(f"{source}: spec {name}: the taxonomy has no {axis} {axes[axis]!r}")
+        if rule := clashes(taxonomy, axes):
+            raise ValueError(f"{source}: spec {name}: its values do not go together: {rule['why']}")
+        for axis in ("fixture", "verifier"):
+            if axes[axis] != "text_only":
+                recipe(axes[axis], axis + "s")
+        seen.add(name)
+    return specs
+
+
+def need_images(images):
+    """Looks for the base images before any call is paid."""
+    advice = [("(?i)no such image|not known", "`python gen.py bases` builds the base images")]
+    for host, image in product(docker_hosts(), sorted(images)):
+        with docker_errors(f"{image} at {host}", advice):
+            docker_api(host).inspect_image(image)
+
+
+def make(args):
+    if not re.match(r"https?://", args.base_url):
+        raise ValueError(f"--base-url {args.base_url}: it begins with http:// or https://, most end in /v1")
+    if args.max_cost is not None and None in (args.price_in, args.price_out):
+        raise ValueError("--max-cost needs --price-in and --price-out, in dollars a million tokens")
+    taxonomy = load_taxonomy(args.taxonomy)
+    specs = (sandbox.read_jsonl(args.specs) if args.specs else
+             sample_specs(args.n, args.seed, args.preset, taxonomy, parse_weights(args.weight)))
+    checked_specs(specs, taxonomy, args.specs)
+    sandbox.resolve_backend("docker")    # bubblewrap has no second stage to make a fixture in
+    kept, dropped, done = open_out(args.out)
+    jobs = [spec for spec in specs if spec["id"] not in done]
+    axes = [spec["axes"] for spec in jobs]
+    need_images({f"{args.base}:{a['domain']}" for a in axes}
+                | {f"{args.base}:fixtures" for a in axes if a["fixture"] != "text_only"})
+    client = Client(args)
+
+    def drop(spec, e):
+        dropped.write({**spec, "reason": e.reason, "detail": str(e), "reply": e.reply, "checked": e.checked,
+                       "made": e.made})
+
+    counts, why = run_all(jobs, lambda spec: generate(spec, client, taxonomy, args), args.workers, kept.write,
+                          drop, lambda: f"; {client.bill()}")
+    print(f"{args.out}: {outcomes(counts)}; {len(specs) - len(jobs)} had been done before; {client.bill()}")
+    if why:
+        sys.exit(f"gen.py make: stopped: {why}; the same command continues")
+    if not os.path.getsize(args.out):
+        sys.exit(f"gen.py make: no task was kept; the reasons are in {dropped.path}")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# stats
+
+def counted(tasks, axis):
+    """How often each value of an axis occurs in tasks or specs."""
+    counts = Counter()
+    for task in tasks:
+        value = task["axes"][axis]
+        counts.update(value if isinstance(value, list) else [value])
+    return counts
+
+
+# ------------------------------------------------------------------------------------------------------------
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
@@ -131,13 +968,62 @@ def main():
     p.add_argument("--families", help="only these, separated by commas")
     p.set_defaults(run=builtin)
 
+    p = commands.add_parser("sample", help="draw specs of tasks from taxonomy.json")
+    p.add_argument("--out", required=True, help="the JSONL file to write")
+    p.add_argument("--n", type=int, default=1000, help="how many specs")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--preset", default="tmax15k", help="legacy, sft_v2, rl_v2, tmax15k (10k legacy to 5k rl_v2)")
+    p.add_argument("--weight", action="append", default=[], metavar="AXIS=VALUE:W",
+                   help="makes a value W times as likely against the others of its axis; repeatable")
+    p.add_argument("--taxonomy", default=TAXONOMY, help="another file of axes")
+    p.set_defaults(run=sample)
+
     p = commands.add_parser("bases", help="build and tag the base images, tmax-base:<domain>")
     p.add_argument("--domain", action="append",
                    help="only this one (or core, tools, fixtures); may be repeated")
     p.set_defaults(run=bases)
 
+    p = commands.add_parser("make", help="have a language model write tasks, and keep those that work")
+    # what
+    p.add_argument("--out", required=True,
+                   help="tasks.jsonl; an existing one is continued; the dropped go to tasks.dropped.jsonl")
+    p.add_argument("--specs", help="specs that gen.py sample wrote; or have some drawn by the next four")
+    p.add_argument("--n", type=int, default=100)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--preset", default="tmax15k")
+    p.add_argument("--weight", action="append", default=[], metavar="AXIS=VALUE:W")
+    p.add_argument("--taxonomy", default=TAXONOMY)
+    # who
+    p.add_argument("--base-url", required=True,
+                   help="an OpenAI-compatible endpoint, up to /v1; its key in OPENAI_API_KEY")
+    p.add_argument("--model", required=True, help="the model's name there")
+    p.add_argument("--temperature", type=float, default=1.0)
+    p.add_argument("--max-reply-tokens", type=int, default=32768)
+    p.add_argument("--price-in", type=float, help="dollars a million tokens of the prompts")
+    p.add_argument("--price-out", type=float, help="and of the replies")
+    p.add_argument("--max-cost", type=float, help="dollars that this run may spend; it then stops")
+    # how
+    p.add_argument("--check", choices=LEVELS, default="verify", help="how far a task is tried to be kept")
+    p.add_argument("--repairs", type=int, default=3, help="how often a task may be sent back to the model")
+    p.add_argument("--workers", type=int, default=32, help="tasks at the same time")
+    p.add_argument("--base", default="tmax-base", help="the base images are BASE:domain")
+    p.set_defaults(run=make)
+
+    p = commands.add_parser("check", help="build tasks, run their tests untouched, and their solutions")
+    p.add_argument("tasks", help="tasks.jsonl")
+    p.add_argument("--out", help="where the tasks that pass go, with what was found; it is continued")
+    p.add_argument("--check", choices=LEVELS, default="verify")
+    p.add_argument("--backend", default="auto", choices=["auto", "docker", "bwrap"])
+    p.add_argument("--workers", type=int, default=os.cpu_count(), help="tasks at the same time")
+    p.set_defaults(run=check)
+
     args = parser.parse_args()
-    args.run(args)
+    try:
+        args.run(args)
+    except KeyboardInterrupt:
+        sys.exit(f"gen.py {args.run.__name__}: stopped; the same command continues")
+    except (InfraError, ValueError, OSError) as e:
+        sys.exit(f"gen.py {args.run.__name__}: {e}")
 
 
 if __name__ == "__main__":

@@ -334,6 +334,18 @@ def head_logits(hidden, weight):
     return hidden.float() @ weight.float().T
 
 
+ANSWER_S = 600  # how long an endpoint may take for one answer
+
+
+class EndpointError(InfraError):
+    """No answer from an endpoint. status: the last one it gave; 408 also where it took too long, 0 where it
+    cannot be reached."""
+
+    def __init__(self, reason: str, status: int):
+        super().__init__(reason)
+        self.status = status
+
+
 class ChatEngine:
     """Any OpenAI-compatible chat endpoint: messages in, one message out. For teachers and closed models."""
 
@@ -343,7 +355,7 @@ class ChatEngine:
         self.headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
     def complete(self, messages: list[dict], limit: int, seed: int, sampling: Sampling) -> tuple[dict, bool]:
-        """The next assistant message, and whether the token limit cut it; or InfraError."""
+        """The next assistant message, and whether the token limit cut it; or EndpointError."""
         body = {
             "model": self.model,
             # an answer to a turn without a call has no call to belong to: the API wants it from the user
@@ -355,31 +367,38 @@ class ChatEngine:
             "top_p": sampling.top_p,
             "seed": seed % 2**31,
         }
+        message, finish, _ = self.post(body)
+        return message, finish == "length"
+
+    def post(self, body: dict) -> tuple[dict, str, dict]:
+        """What the endpoint makes of a request's body: message, finish reason, usage; or EndpointError."""
         asked_s = 0
         for attempt in range(6):
             if attempt:
                 time.sleep(min(60, max(2**attempt, asked_s)))
             try:
-                reply = requests.post(self.url, json=body, headers=self.headers, timeout=600)
+                reply = requests.post(self.url, json=body, headers=self.headers, timeout=ANSWER_S)
             except requests.RequestException as e:
                 reason = f"{self.url}: {type(e).__name__}"
+                status = 408 if isinstance(e, requests.ReadTimeout) else 0
                 continue
-            if reply.status_code == 200:
+            if (status := reply.status_code) == 200:
                 try:
-                    choice = reply.json()["choices"][0]
+                    answer = json.loads(reply.content)  # bytes: what is no UTF-8 is not guessed at
+                    choice = answer["choices"][0]
                     message = {k: v for k, v in choice["message"].items() if v}
                     if "reasoning" in message:  # newer servers' name for the same thing
                         message["reasoning_content"] = message.pop("reasoning")
-                    cut = choice.get("finish_reason") == "length"
-                    return {"content": "", **message, "role": "assistant"}, cut
+                    message = {"content": "", **message, "role": "assistant"}
+                    return message, choice.get("finish_reason") or "", answer.get("usage") or {}
                 except (ValueError, LookupError, TypeError, AttributeError):
                     pass  # not a chat completion: said and tried again, like any other failure
-            reason = f"{self.url} answered {reply.status_code}: {reply.text[:300]}"
-            if reply.status_code not in (200, 408, 409, 429) and reply.status_code < 500:
+            reason = f"{self.url} answered {status}: {reply.text[:300]}"
+            if status not in (200, 408, 409, 429) and status < 500:
                 break
             header = reply.headers.get("Retry-After", "")
             asked_s = int(header) if header.isdigit() else 0
-        raise InfraError(reason.replace(self.key, "***") if self.key else reason)
+        raise EndpointError(reason.replace(self.key, "***") if self.key else reason, status)
 
 
 class OracleEngine:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 LIMITS = dict(agent_s=3600, verifier_s=600, command_s=120, cpus=1, memory_mb=2048, network=False)
 PROCESSES, DISK_MB = 512, 1024  # the limits that no task sets; under bubblewrap DISK_MB is each folder's
+BUILD_S = 600                           # of a RUN step under bubblewrap; of an image's build
 HEAD = TAIL = 5000                      # characters kept of an output's two ends
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 RESTARTED = "[shell restarted: directory and exported variables are kept, the rest is lost]"
@@ -536,13 +537,13 @@ class Sandbox:
     def grade(self):
         """Runs the task's tests on what the agent has left. VerifierFailed if they give no valid reward
         although they give one on the untouched task, TaskError if not even there."""
-        reward, reason, log = self._verify()
+        reward, reason, log = self.verify()
         if reason is None:
             return Grade(reward, log)
 
         def untouched():
             with Sandbox(self.task, self.backend) as sandbox:
-                return sandbox._verify()[1]
+                return sandbox.verify()[1]
 
         key = ("untouched", self.backend, content_hash(self.task, "tests", "user", "limits"))
         if fault := once(key, untouched):
@@ -652,7 +653,7 @@ class Sandbox:
             return False
         return True
 
-    def _verify(self):
+    def verify(self):
         """One run of the tests: (reward, None, log), or (None, why there is no valid reward, log)."""
         self._check()
         nonce, seconds = secrets.token_hex(16), self.limits["verifier_s"]
@@ -1131,9 +1132,9 @@ def bwrap_run(task, command, tar, env, workdir, writable):
         env = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", **env}
         process = bwrap_start(program, writable, next(uids), env, root=True, fds=[fd], seal=False)
     try:
-        out, log = process.communicate(timeout=600)
+        out, log = process.communicate(timeout=BUILD_S)
     except subprocess.TimeoutExpired:
-        out, log = b"", b"it ran past 600 s"
+        out, log = b"", b"it ran past %d s" % BUILD_S
     finally:
         end_process(process)
     if process.returncode:
@@ -1205,7 +1206,7 @@ def docker_image(task, host):
     tag, what = "tmax-task:" + content_hash(task)[:24], f"task {task['id']}, build"
 
     def build():
-        import docker
+        import docker, urllib3
         with docker_errors(what, [("(?i)parse error|unknown instruction|dockerfile", "mend its Dockerfile")]):
             api = docker_api(host)
             with contextlib.suppress(docker.errors.ImageNotFound):
@@ -1220,13 +1221,21 @@ def docker_image(task, host):
             context = files_of(task) | {
                 ".tmax.dockerfile": {"text": task["dockerfile"]},
                 ".dockerignore": {"text": ignore + "\n.tmax.dockerfile\n.dockerignore\n"}}
-            log = ""
-            for piece in api.build(fileobj=io.BytesIO(make_tar(context)), custom_context=True, tag=tag,
-                                   rm=True, forcerm=True, dockerfile=".tmax.dockerfile", decode=True):
-                log += piece.get("stream", "")
-                if error := piece.get("error"):
-                    kind = InfraError if re.search(NOT_THE_TASK, error) else TaskError
-                    raise kind(f"task {task['id']}: its Dockerfile does not build: {log[-1500:]}{error}")
+            log, late = "", time.monotonic() + BUILD_S
+            try:
+                for piece in api.build(fileobj=io.BytesIO(make_tar(context)), custom_context=True, tag=tag,
+                                       rm=True, forcerm=True, dockerfile=".tmax.dockerfile", decode=True,
+                                       timeout=BUILD_S):
+                    log = (log + piece.get("stream", ""))[-1500:]
+                    if error := piece.get("error"):          # without the command, which may say anything
+                        cause = re.sub(r"""(?s)(['"]).*\1""", "", error)
+                        kind = InfraError if re.search(NOT_THE_TASK, cause) else TaskError
+                        raise kind(f"task {task['id']}: its Dockerfile does not build: {log}{error}")
+                    if time.monotonic() > late:
+                        raise TimeoutError
+            except (TimeoutError, urllib3.exceptions.ReadTimeoutError):  # the engine stops when we hang up
+                raise TaskError(f"task {task['id']}: its Dockerfile does not build within {BUILD_S} s: "
+                                f"{log}") from None
             return api.inspect_image(tag)["Config"]
 
     return tag, once(("image", host, tag), build)

@@ -3942,3 +3942,497 @@ with sandbox.Sandbox({task!r}, "bwrap") as s:
     if not got.stdout.startswith("reached"):
         pytest.skip("no keyrings here")
     assert got.stdout == "reached\nno key\n no key\n\n", got
+# ================================================================================================ gen.py make and check
+
+# Replies as a good model would write them: one task of each domain, fixture and verifier, and a few more.
+REPLIES = {row["spec"]["id"]: row for row in read_jsonl(f"{ROOT}/builtin/replies.jsonl")}
+BASE = "tmax-make-test"
+
+
+@pytest.fixture(scope="session")
+def bases():
+    """Base images under a name of the tests': every domain's is `core`, which is enough for REPLIES."""
+    need("docker")
+    api = sandbox.docker_api(sandbox.docker_hosts()[0])
+    there = {tag for image in api.images() for tag in image["RepoTags"] or ()}
+    for stage in gen.base_stages():
+        source = "tmax-base:fixtures" if stage == "fixtures" else "tmax-base:core"
+        if source in there:
+            api.tag(source, BASE, stage)
+        elif os.environ.get("REQUIRE_BACKENDS"):
+            pytest.fail(f"{source} is missing: python gen.py bases")
+        else:
+            pytest.skip(f"{source} is missing: python gen.py bases")
+
+
+@pytest.fixture
+def writer(monkeypatch):
+    """A chat server that answers by task (its persona stands in the prompt), call and attempt.
+
+    plays: {persona: {"plan": replies, "environment": replies}}, the last of them for every further attempt. A reply is a
+    text, or (status, headers, body), or a function of the request that gives one of the two."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    state = SimpleNamespace(plays={}, requests=[], at=collections.Counter(), usage=(1000, 500))
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            talk = [m["content"] for m in body["messages"]]
+            persona = next(p for p in state.plays if f"setting: {p}\n" in talk[0])
+            call = "environment" if any(text.startswith("Good. Now") for text in talk) else "plan"
+            state.requests.append((persona, call, body, self.headers["Authorization"]))
+            replies = state.plays[persona][call]
+            replies = replies if isinstance(replies, list) else [replies]
+            reply = replies[min(state.at[persona, call], len(replies) - 1)]
+            state.at[persona, call] += 1
+            reply = reply(body) if callable(reply) else reply
+            if isinstance(reply, str):
+                reply = {"message": {"role": "assistant", "content": reply}, "finish_reason": "stop"}
+            if isinstance(reply, dict):
+                usage = dict(zip(["prompt_tokens", "completion_tokens"], state.usage))
+                reply = 200, {}, json.dumps({"choices": [reply], "usage": usage}).encode()
+            status, headers, data = reply
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(data)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            with_suppressed_pipe(self.wfile.write, data)
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    state.url = f"http://127.0.0.1:{server.server_port}/v1"
+    yield state
+    server.shutdown()
+    server.server_close()
+
+
+def with_suppressed_pipe(write, data):
+    try:
+        write(data)
+    except OSError:      # the client was killed, or would not wait
+        pass
+
+
+def spec_like(id, name, **axes):
+    """A spec for the writer to tell from others, with the axes of one of REPLIES."""
+    return {"id": id, "axes": REPLIES[name]["spec"]["axes"] | {"persona": f"somebody who wants {id}"} | axes}
+
+
+def play_of(name, **changes):
+    return {"plan": REPLIES[name]["plan"], "environment": REPLIES[name]["environment"]} | changes
+
+
+def make_command(writer, specs, out, *flags):
+    write_jsonl(out.parent / "specs.jsonl", specs)
+    return ["make", "--specs", out.parent / "specs.jsonl", "--base-url", writer.url, "--model", "m-1", "--out", out,
+            "--base", BASE, *flags]
+
+
+def dropped_of(out):
+    return {row["id"]: row for row in read_jsonl(out.with_suffix(".dropped.jsonl"))}
+
+
+def test_replies_cover_the_axes():
+    axes = {axis: {row["spec"]["axes"][axis] for row in REPLIES.values()} for axis in gen.AXES if axis != "primitive_skills"}
+    taxonomy = gen.load_taxonomy()
+    for axis in ("domain", "fixture", "verifier", "task_complexity", "command_complexity"):
+        assert axes[axis] == set(gen.axis_values(taxonomy, axis))
+    assert len(REPLIES) >= 12 and len(axes["persona"]) == len(REPLIES)
+
+
+def test_tasks_of_every_kind_are_made_and_solved(bases, writer, tmp_path, capsys, monkeypatch):
+    """Each is built, fails untouched, and is solved twice; two calls each; and it runs in rollout.py as it is."""
+    specs, out = [row["spec"] for row in REPLIES.values()], tmp_path / "new" / "tasks.jsonl"
+    out.parent.mkdir()
+    writer.plays = {row["spec"]["axes"]["persona"]: row for row in REPLIES.values()}
+    code, said = cli(capsys, monkeypatch, gen, *make_command(writer, specs, out, "--check", "solve", "--price-in", 2,
+                                                             "--price-out", 10))
+    dropped = dropped_of(out)
+    assert (code, dropped) == (0, {}) and said.count("\n") == 1, [(r["id"], r["reason"], r["detail"]) for r in dropped.values()]
+    assert "12 kept, 0 dropped; 0 had been done before; 24 calls, 24,000 + 12,000 tokens, $0.17" in said
+    tasks = load_tasks(out)
+    assert {t["id"]: t["axes"] for t in tasks} == {spec["id"]: spec["axes"] for spec in specs}
+    for t in tasks:
+        check_task(t)
+        assert t["checked"]["build"] is True and t["checked"]["untouched"] < 1 and t["checked"]["solution"] == [1, 1]
+        assert t["knob"] and t["limits"] == sandbox.LIMITS and t["made"] == {"model": "m-1", "calls": 2, "repairs": 0, "tokens": [2000, 1000]}
+        assert t["truth"] and t["truth"] not in json.dumps([t["instruction"], t["dockerfile"], t["tests"]])
+        held = {f.split("/")[0] for f in t["files"]}
+        assert ("fixture" in held) == (t["axes"]["fixture"] != "text_only") and not {"tests", "solution"} & held
+    knobs = {t["id"]: t["knob"] for t in tasks}
+    assert knobs["run-lengths"] == {"n": 12} and knobs["ledger-gate"] == {"malicious": 7, "benign": 5}
+    assert knobs["sung-readings"] == {"threshold": .2} and knobs["miswired-shop"] == {"checks": 3} and knobs["two-clocks"] == {"files": 1}
+    # What the model was told: the axes with their definitions, both contracts, how the image was built.
+    shop = REPLIES["miswired-shop"]["spec"]["axes"]
+    first, second = ([m["content"] for m in body["messages"]] for persona, _, body, _ in writer.requests if persona == shop["persona"])
+    taxonomy = gen.load_taxonomy()
+    for text in [*shop["primitive_skills"], shop["skill_type"], taxonomy["task_complexity"]["complex"],
+                 gen.recipe("multi_service_compose", "fixtures")[1]]:
+        assert text in first[0]
+    assert gen.recipe("multi_protocol", "verifiers")[1] in second[2] and "AS system_administration" in second[2]
+    assert len(first) == 1 and second[:1] == first and second[1] == REPLIES["miswired-shop"]["plan"]
+    everything = b"".join(path.read_bytes() for path in out.parent.iterdir())
+    assert {auth for *_, auth in writer.requests} == {f"Bearer {KEY}"} and KEY.encode() not in everything
+    # No answer in the image, and the unchanged record is an episode's task.
+    by_id = {t["id"]: t for t in tasks}
+    with Sandbox(by_id["keep-list"], "docker") as s:
+        assert s.run("ls -d /fixture /tests /solution /out 2>/dev/null; find / -xdev '(' -name fixture.json -o -name "
+                     "verifier.json -o -name solve.sh ')' 2>/dev/null").output == ""
+        assert s.run("stat -c '%U' /app /app/keep.png /app/prints/bridge.txt").output == "user\n" * 3
+    played = write_jsonl(tmp_path / "played.jsonl", [by_id["miswired-shop"], by_id["lost-checksum"]])
+    assert cli(capsys, monkeypatch, rollout, "--tasks", played, "--oracle", "--backend", "docker", "--out", tmp_path / "r.jsonl")[0] == 0
+    assert [r["reward"] for r in read_jsonl(tmp_path / "r.jsonl")] == [1, 1]
+    # The same command again has nothing to do and asks nobody.
+    asked = len(writer.requests)
+    code, said = cli(capsys, monkeypatch, gen, *make_command(writer, specs, out, "--check", "solve"))
+    assert code == 0 and len(writer.requests) == asked and "0 kept, 0 dropped; 12 had been done before" in said
+
+
+GOOD = "two-clocks"
+PLAN, ENVIRONMENT = REPLIES[GOOD]["plan"], REPLIES[GOOD]["environment"]
+
+
+def good_task(spec=REPLIES[GOOD]["spec"]):
+    plan, parts = gen.parse_reply(PLAN, ["instruction", "truth"]), gen.parse_reply(
+        ENVIRONMENT, ["dockerfile", "verifier", "solution"], ["file", "test"])
+    return gen.assemble(spec, plan, parts, BASE)
+
+
+def without_tags(text):
+    return re.sub(r"(?m)^<.*>\n?", "", text)
+
+
+def envelope(text, finish="stop", **more):
+    return {"message": {"role": "assistant", "content": text, **more}, "finish_reason": finish}
+
+
+SPOILT = {  # kind: (which call, the reply, level, reason, what the model is told)
+    "no tags": ("plan", without_tags(PLAN), "build", "format", "<instruction> is missing"),
+    "no tags later": ("environment", without_tags(ENVIRONMENT), "build", "format", "<dockerfile> is missing"),
+    "two answers": ("plan", PLAN + PLAN, "build", "format", "two sections <instruction>"),
+    "two files": ("environment", ENVIRONMENT.replace("logs/bastion.log", "logs/gateway.log"), "build", "format", "two sections <file path=logs/gateway.log>"),
+    "fence": ("environment", ENVIRONMENT.replace("<verifier>\n", "<verifier>\n```json\n"), "build", "format", "fence in <verifier>"),
+    "not closed": ("environment", ENVIRONMENT.replace("</dockerfile>\n", ""), "build", "format", "dockerfile>"),
+    "another section": ("plan", PLAN + "<fixture>\n{}\n</fixture>\n", "build", "format", "no <fixture>"),
+    "leak": ("environment", ENVIRONMENT.replace("<verifier>", '<file path="hint.sh">\n' + ENVIRONMENT.split("<solution>\n")[1].replace(
+        "</solution>", "</file>") + "<verifier>"), "build", "format", "has the solution in it"),
+    "no JSON": ("environment", ENVIRONMENT.replace('{\n "files"', '{{\n "files"'), "build", "format", "<verifier> is not valid JSON"),
+    "no knob": ("environment", ENVIRONMENT.replace('"files": {', '"filed": {'), "build", "format", "does not declare files"),
+    "tests that pass": ("environment", ENVIRONMENT.replace("COPY logs /app/logs", "COPY logs /app/logs\nCOPY logs/all.txt /app/timeline.txt").replace(
+        "<verifier>", '<file path="logs/all.txt">\n' + ENVIRONMENT.split('<test path="timeline.txt">\n')[1].split("</test>")[0] + "</file>\n<verifier>"),
+        "verify", "untouched", "as expected"),
+    "tests that crash": ("environment", ENVIRONMENT.replace('"file": "timeline.txt"', '"file": "nowhere.txt"'), "verify", "verifier",
+                         "no test file 'nowhere.txt'"),
+    "solution": ("environment", re.sub(r"(?s)<solution>.*?</solution>", "<solution>\nls /app/nothing\n</solution>", ENVIRONMENT), "solve", "solution",
+                 "cannot access '/app/nothing'"),
+    "build": ("environment", ENVIRONMENT.replace("COPY logs /app/logs", "COPY logs /app/logs\nRUN sh -c 'echo so far; no-such-program timeout'"), "build", "build",
+              "no-such-program: not found"),
+    "endless RUN": ("environment", ENVIRONMENT.replace("COPY logs /app/logs", "COPY logs /app/logs\nRUN echo on it && sleep 987654"), "build", "build",
+                    "within 5 s"),
+    "endless RUN that talks": ("environment", ENVIRONMENT.replace("COPY logs /app/logs", "COPY logs /app/logs\nRUN while :; do echo again; sleep .1; done"),
+                               "build", "build", "again"),
+    "a file outside": ("environment", ENVIRONMENT.replace("logs/bastion.log", "../logs/bastion.log"), "build", "build", "does not stay inside"),
+    "COPY from outside": ("environment", ENVIRONMENT.replace("COPY logs", "COPY ../logs"), "build", "format", "name files that you gave"),
+    "not UTF-8": ("plan", PLAN.replace("break-in", "break\ud800in"), "build", "format", "UTF-8"),
+    "lost characters": ("plan", PLAN.replace("break-in", "break\ufffdin"), "build", "format", "UTF-8"),
+    "cut": ("plan", envelope(PLAN[:300], "length"), "build", "cut", "cut at 32768 tokens"),
+    "refusal": ("plan", envelope(None, refusal="I cannot help with break-ins."), "build", "refused", "cannot help"),
+    "filter": ("environment", envelope("", "content_filter"), "build", "refused", "withheld"),
+    "no content": ("plan", envelope([{"type": "text"}]), "build", "format", "missing"),
+}
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+def test_what_is_malformed_is_sent_back_and_then_dropped(kind, bases, writer, tmp_path, capsys, monkeypatch):
+    """One spec's model mends it when told; the other's does not and is dropped, with the reason and its last reply."""
+    call, reply, level, reason, told = SPOILT[kind]
+    if "endless" in kind:
+        prepare(good_task(), "docker")           # so that only the endless one needs its time
+        monkeypatch.setattr(sandbox, "BUILD_S", 5)
+    specs = [spec_like("mended", GOOD), spec_like("hopeless", GOOD)]
+    play = play_of(GOOD)
+    writer.plays = {specs[0]["axes"]["persona"]: play | {call: [reply, play[call]]},
+                    specs[1]["axes"]["persona"]: play | {call: reply}}
+    out = tmp_path / "tasks.jsonl"
+    code, said = cli(capsys, monkeypatch, gen, *make_command(writer, specs, out, "--check", level, "--repairs", 1))
+    kept, dropped = load_tasks(out), dropped_of(out)
+    assert code == 0 and [t["id"] for t in kept] == ["mended"] and kept[0]["made"]["repairs"] == 1, dropped
+    assert list(dropped) == ["hopeless"] and f"1 kept, 1 dropped ({reason} 1)" in said
+    drop = dropped["hopeless"]
+    assert drop["reason"] == reason and told in drop["detail"] and drop["axes"] == specs[1]["axes"] and drop["made"]["repairs"] == 1
+    content = reply["message"]["content"] if isinstance(reply, dict) else reply
+    assert drop["reply"] == (content if isinstance(content, str) else "")
+    for persona in writer.plays:
+        body, = (body for who, _, body, _ in writer.requests if who == persona and "cannot be used" in body["messages"][-1]["content"])
+        assert told in body["messages"][-1]["content"] and len(body["messages"][-1]["content"]) < 7000
+    assert 4 <= len(writer.requests) <= 7
+
+
+def test_a_fixture_that_cannot_be_made_is_sent_back_at_once(bases, writer, tmp_path, capsys, monkeypatch):
+    """With the compiler's own words, and before the environment is asked for."""
+    spec, out = spec_like("lost", "lost-checksum"), tmp_path / "tasks.jsonl"
+    plan = REPLIES["lost-checksum"]["plan"]
+    writer.plays = {spec["axes"]["persona"]: play_of("lost-checksum", plan=[plan.replace("int c;", "int d;"), plan])}
+    code, _ = cli(capsys, monkeypatch, gen, *make_command(writer, [spec], out, "--check", "build"))
+    assert code == 0 and [t["id"] for t in load_tasks(out)] == ["lost"]
+    assert [call for _, call, _, _ in writer.requests] == ["plan", "plan", "environment"]
+    assert "undeclared" in writer.requests[1][2]["messages"][-1]["content"]
+    assert "undeclared" not in json.dumps(writer.requests[2][2])      # a failed attempt is not part of the talk
+
+
+def slow_once(seconds):
+    naps = iter([seconds])
+
+    def reply(body):
+        time.sleep(next(naps, 0))
+        return PLAN
+    return reply
+
+
+@pytest.mark.parametrize("reply, waits", [
+    ([(429, {"Retry-After": "7"}, b"busy"), PLAN], [7]), ([(500, {}, b"oh"), (503, {}, b"oh"), PLAN], [2, 4]), (slow_once(12), [2]),
+    ([(200, {}, b'{"choices": [{"message": {"content": "\xff\xfe"}}]}'), PLAN], [2]),
+], ids=["429", "500", "timeout", "bytes that are no text"])
+def test_passing_troubles_cost_a_task_nothing(reply, waits, bases, writer, tmp_path, capsys, monkeypatch):
+    slept = no_sleep(monkeypatch)
+    monkeypatch.setattr(rollout, "ANSWER_S", 4)
+    spec, out = spec_like("patient", GOOD), tmp_path / "tasks.jsonl"
+    writer.plays = {spec["axes"]["persona"]: play_of(GOOD, plan=reply)}
+    code, _ = cli(capsys, monkeypatch, gen, *make_command(writer, [spec], out, "--check", "build"))
+    task, = load_tasks(out)
+    assert code == 0 and task["made"]["calls"] == 2 and task["made"]["repairs"] == 0
+    assert slept == waits
+
+
+def test_lasting_troubles_leave_a_spec_for_the_next_run(bases, writer, tmp_path, capsys, monkeypatch):
+    """A prompt that the endpoint chokes on is left, one that it refuses is dropped; the others are made all the same."""
+    no_sleep(monkeypatch)
+    specs, out = [spec_like(name, GOOD) for name in ("choked", "refused", "fine")], tmp_path / "tasks.jsonl"
+    choked, refused, fine = (spec["axes"]["persona"] for spec in specs)
+    writer.plays = {choked: play_of(GOOD, plan=(500, {}, b"oh dear")), fine: play_of(GOOD),
+                    refused: play_of(GOOD, environment=(400, {}, b"prompt too long"))}
+    command = make_command(writer, specs, out, "--check", "build")
+    code, said = cli(capsys, monkeypatch, gen, *command)
+    assert code == 0 and "choked is left for the next run: " in said and "500: oh dear" in said
+    assert "1 kept, 1 dropped (endpoint 1), 1 left" in said and [t["id"] for t in load_tasks(out)] == ["fine"]
+    assert "400: prompt too long" in dropped_of(out)["refused"]["detail"] and dropped_of(out)["refused"]["reply"] == PLAN
+    writer.plays[choked] = play_of(GOOD)
+    code, said = cli(capsys, monkeypatch, gen, *command)
+    assert code == 0 and "1 kept, 0 dropped; 2 had been done before" in said and len(load_tasks(out)) == 2 and len(dropped_of(out)) == 1
+
+
+@pytest.mark.parametrize("trouble, named", [((401, {}, f"Incorrect API key provided: {KEY}".encode()), "401: Incorrect"),
+                                            ((500, {}, b"down for the night"), "three in a row"), (None, "Connection")])
+def test_an_endpoint_that_takes_no_calls_ends_the_run_with_one_line(trouble, named, bases, writer, tmp_path, capsys, monkeypatch):
+    no_sleep(monkeypatch)
+    specs, out = [spec_like(f"s{i}", GOOD) for i in range(40)], tmp_path / "tasks.jsonl"
+    writer.plays = {spec["axes"]["persona"]: play_of(GOOD, plan=trouble) for spec in specs}
+    url = writer.url
+    writer.url = writer.url if trouble else "http://127.0.0.1:9/v1"
+    command = make_command(writer, specs, out, "--check", "build", "--workers", 2)
+    code, said = cli(capsys, monkeypatch, gen, *command)
+    assert code.startswith("gen.py make: stopped: ") and named in code and code.count("\n") == 0
+    assert "0 kept, 0 dropped, 40 left" in said and KEY not in said + code and len(writer.requests) <= 36
+    assert out.read_bytes() == out.with_suffix(".dropped.jsonl").read_bytes() == b""
+    writer.plays, writer.url = {spec["axes"]["persona"]: play_of(GOOD) for spec in specs}, url
+    code, said = cli(capsys, monkeypatch, gen, *make_command(writer, specs[:3], out, "--check", "build", "--workers", 2))
+    assert code == 0 and len(load_tasks(out)) == 3
+
+
+def test_kill_9_at_any_moment_loses_and_doubles_nothing(bases, writer, tmp_path):
+    specs, out = [spec_like(f"s{i:02}", GOOD) for i in range(24)], tmp_path / "tasks.jsonl"
+    bad = {"s03", "s11", "s20"}
+    for spec in specs:
+        def plan(body, text="no" if spec["id"] in bad else PLAN):
+            time.sleep(body["seed"] % 7 / 20)
+            return text
+        writer.plays[spec["axes"]["persona"]] = play_of(GOOD, plan=plan)
+    command = [sys.executable, f"{ROOT}/gen.py", *map(str, make_command(writer, specs, out, "--check", "build", "--repairs", 0,
+                                                                       "--workers", 3))]
+    kills = 0
+    for _ in range(30):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        before = len(out.read_bytes().splitlines()) if out.exists() else 0
+        deadline = time.monotonic() + 300
+        while process.poll() is None and time.monotonic() < deadline and (
+                kills == 4 or not out.exists() or len(out.read_bytes().splitlines()) < before + 3):
+            time.sleep(.005)
+        if process.poll() is not None:
+            break
+        process.kill()
+        process.wait()
+        kills += 1
+        with open(out, "ab") as f:               # what a kill in mid-write leaves
+            f.write(b'{"id": "s2' if kills == 2 else b"")
+    output = process.communicate()
+    assert process.returncode == 0 and kills == 4, output
+    assert sorted([t["id"] for t in load_tasks(out)] + list(dropped_of(out))) == sorted(spec["id"] for spec in specs)
+    assert set(dropped_of(out)) == bad and len(read_jsonl(out.with_suffix(".dropped.jsonl"))) == 3
+
+
+def test_max_cost_holds_with_calls_in_flight(bases, writer, tmp_path, capsys, monkeypatch):
+    """Every call of a thousand tokens for a cent may take up to two; ten cents are never passed."""
+    specs, out = [spec_like(f"s{i:02}", GOOD) for i in range(12)], tmp_path / "tasks.jsonl"
+    in_flight, most, lock = [0], [0], threading.Lock()
+
+    def plan(body):
+        with lock:
+            in_flight[0] += 1
+            most[0] = max(most[0], in_flight[0])
+        time.sleep(.2)
+        with lock:
+            in_flight[0] -= 1
+        return PLAN
+
+    writer.plays = {spec["axes"]["persona"]: play_of(GOOD, plan=plan) for spec in specs}
+    writer.usage = (2000, 1000)
+    flags = ["--check", "build", "--price-in", 0, "--price-out", 10, "--max-reply-tokens", 2000, "--workers", 8]
+    code, said = cli(capsys, monkeypatch, gen, *make_command(writer, specs, out, *flags, "--max-cost", .1))
+    spent = len(writer.requests) * .01
+    assert code.startswith("gen.py make: stopped: --max-cost 0.1: $") and .075 < spent < .1001 and 1 < most[0] <= 5
+    assert f"${spent:.2f}" in said and len(load_tasks(out)) <= 5
+    code, said = cli(capsys, monkeypatch, gen, *make_command(writer, specs, out, *flags))
+    assert code == 0 and len(load_tasks(out)) == 12
+    code, _ = cli(capsys, monkeypatch, gen, *make_command(writer, specs, tmp_path / "b.jsonl", *flags, "--max-cost", .019))
+    assert "$0.0000 spent, and the next call may take $0.0200" in code
+
+
+def test_usage_that_a_server_does_not_tell_is_guessed(monkeypatch, endpoint):
+    args = SimpleNamespace(base_url=endpoint.url, model="m", price_in=1, price_out=1, max_cost=1, max_reply_tokens=100, temperature=1)
+    client, made = gen.Client(args), {"calls": 0, "tokens": [0, 0]}
+    endpoint.script = [ok({"role": "assistant", "content": "x" * 400}),
+                       (200, {}, {"choices": [{"message": {"content": "a"}}], "usage": {"prompt_tokens": 5, "completion_tokens": 1, "total_tokens": 50}})]
+    client.ask([{"role": "user", "content": "y" * 300}], 0, made)
+    assert made["tokens"][0] == 100 and 100 <= made["tokens"][1] <= 120
+    client.ask([{"role": "user", "content": "y"}], 0, made)
+    assert client.tokens == made["tokens"] and client.tokens[1] >= 145 and client.in_flight == [] and client.spent > 0
+
+
+SOURCES = ["a.txt", "data/b.txt", "fixture/fixture.json", "fixture/make.py"]
+
+
+@pytest.mark.parametrize("lines", [
+    "COPY a.txt /app/", "COPY a.txt data/ /app/", 'COPY ["a.txt", "/app/"]', "copy --chown=user:user a.txt /app/a", "ADD data /app/data",
+    "COPY *.txt /app/", "COPY data/* /app/", "# COPY . /app\nRUN true", "RUN pip install x==1 && \\\n    true", "ENV A=1\nARG B\nWORKDIR /app/x", "",
+])
+def test_dockerfile_lines_that_are_taken(lines):
+    gen.check_dockerfile(lines, dict.fromkeys(SOURCES))
+
+
+@pytest.mark.parametrize("lines", [
+    "COPY . /app/", "COPY ./ /app/", "COPY * /app/", "COPY / /app/", "COPY fixture /x", "COPY ./fixture/ /x", "COPY fixture/fixture.json /x",
+    "COPY data/../fixture /x", "COPY f*e /x", "COPY */fixture.json /x", "COPY fix?ure /x", "COPY [^x]ixture /x", "COPY [f]ixture /x", "ADD . /x",
+    'COPY "fixture" /x', "COPY f\"ixture\" /x", "COPY fi\\xture /x", "ARG D=fixture\nCOPY $D /x", "ENV D=fixture\nCOPY ${D} /x",
+    'COPY ["fixture", "/x"]', 'COPY ["\\u0066ixture", "/x"]', 'COPY [1, "/x"]', 'COPY ["a.txt" /x]', "COPY a.txt \\\nfixture /x",
+    "COPY a.txt \\\n# a comment\nfixture /x", "COPY a.txt \\\n\n fixture /x", "COPY --from=fixture /fixture /x", "COPY --from=0 /fixture /x",
+    "COPY --chown=user --from=fixture / /x", "COPY --link fixture /x", "RUN --mount=type=bind,from=fixture,target=/x cp -r /x /y",
+    "RUN --mount=from=fixture,target=/x \\\n cp -r /x /y", "COPY <<EOF /x\nfixture\nEOF", "ADD http://example.org/x /x", "COPY nothing.txt /x",
+    "COPY ../a.txt /x", "COPY /etc/passwd /x", "FROM tmax-base:core", "USER root", "VOLUME /app", "ONBUILD RUN true", "ENTRYPOINT true", "FRMO x",
+    "\tCOPY\tfixture\t/x", "COPY\u00a0fixture\u00a0/x",
+])
+def test_dockerfile_lines_that_could_leak_or_escape_are_refused(lines):
+    with pytest.raises(gen.Rejected, match="<dockerfile>") as e:
+        gen.check_dockerfile(lines, dict.fromkeys(SOURCES))
+    assert e.value.reason == "format"
+
+
+@pytest.mark.parametrize("text, want", [
+    ("<a>\n", "missing"), ("", "missing"), ("<truth>x</truth>", "own line"), ("<truth>\nx\n</truth>\n <file path='a'>\n", "own line"),
+    ("<truth>\n \n</truth>", "missing or empty"), ('<truth path="a">\nx\n</truth>', "no <truth> with a path"), ("<file>\nx\n</file>\n<truth>\nx\n</truth>", "no <file> without a path"),
+    ("<truth>\nx\n</truth>", {"truth": "x", "file": {}}), ("Sure!\n<truth>\nx\n</truth>\nDone.", {"truth": "x", "file": {}}),
+    ("<think>\n<truth>\nno\n</truth>\n</think>\n<truth>\nx\n</truth>", {"truth": "x", "file": {}}), ("no\n</think>\n\n<truth>\nx\n</truth>", {"truth": "x", "file": {}}),
+    ('<truth>\nx\n</truth>\n<file path="a/b.py">\n\n  print(1)\n\n</file>', {"truth": "x", "file": {"a/b.py": "\n  print(1)\n\n"}}),
+    ('<truth>\nx\n</truth>\n<file path="a">\n```py\n  1\n```\n</file>', {"truth": "x", "file": {"a": "  1\n"}}),
+    ('<truth>\n```\nx\n</truth>\n<file path="a">\n</file>', {"truth": "```\nx", "file": {"a": ""}}),
+    ('<truth>\nx\n</truth>\n<file path="a">\nif a <file and b:\n</file>', {"truth": "x", "file": {"a": "if a <file and b:\n"}}),
+    ('<truth>\nx\n</truth>\n<file path="a">\n<files>\n <file>\n</files>\n</file>', {"truth": "x", "file": {"a": "<files>\n <file>\n</files>\n"}}),
+    ('<truth>\nx\n</truth>\n<file path="a">\n1\n<file path="b">\n2\n</file>', 'not closed before <file path="b">'),
+    ('<truth>\r\nx\r\n</truth>\r\n', {"truth": "x", "file": {}}),
+])
+def test_reading_a_reply(text, want):
+    if isinstance(want, dict):
+        assert gen.parse_reply(text, ["truth"], ["file"]) == want
+    else:
+        with pytest.raises(gen.Rejected, match=want):
+            gen.parse_reply(text, ["truth"], ["file"])
+
+
+GOOD_SPEC = REPLIES[GOOD]["spec"]
+
+
+@pytest.mark.parametrize("specs, flags, named", [
+    (None, ["--preset", "rl_v9"], "no preset rl_v9"), (None, ["--weight", "fixture=hologram:2"], "no such value"),
+    (None, ["--weight", "fixture"], "axis=value:w"), ([GOOD_SPEC, GOOD_SPEC], [], "two specs with the id two-clocks"),
+    (["{", GOOD_SPEC], [], "specs.jsonl:1: not a line of JSON"), ([GOOD_SPEC | {"id": "../up"}], [], "the id '../up'"),
+    ([GOOD_SPEC | {"id": ".."}], [], "the id '..'"), ([{"id": "a"}], [], "spec a needs axes"), ([GOOD_SPEC | {"id": 7}], [], "the id 7"),
+    ([GOOD_SPEC | {"axes": GOOD_SPEC["axes"] | {"verifier": "vibes"}}], [], "no verifier 'vibes'"),
+    ([GOOD_SPEC | {"axes": GOOD_SPEC["axes"] | {"verifier": "multi_protocol"}}], [], "do not go together: something has to be running"),
+    ([GOOD_SPEC], ["--base-url", "localhost:8000"], "--base-url localhost:8000"), ([GOOD_SPEC], ["--max-cost", "1"], "--price-in"),
+    ([GOOD_SPEC], ["--base", "tmax-nowhere"], "`python gen.py bases` builds"), ([GOOD_SPEC], ["--specs", "/nowhere/specs.jsonl"], "/nowhere/specs.jsonl"),
+    ([GOOD_SPEC], ["--out", "/proc/nowhere/tasks.jsonl"], "/proc/nowhere"),
+])
+def test_make_says_what_is_wrong_before_it_pays(specs, flags, named, bases, writer, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "tasks.jsonl"
+    command = make_command(writer, [], out, *flags)
+    if specs is None:
+        del command[1:3]
+    else:
+        (tmp_path / "specs.jsonl").write_text("".join((s if isinstance(s, str) else json.dumps(s)) + "\n" for s in specs))
+    code, said = cli(capsys, monkeypatch, gen, *command)
+    assert code.startswith("gen.py make: ") and named in code and "\n" not in code and not said and not writer.requests
+
+
+def test_a_torn_last_spec_and_a_full_disk_lose_nothing_else(bases, writer, tmp_path):
+    specs, out = [spec_like(f"s{i}", GOOD) for i in range(4)], tmp_path / "tasks.jsonl"
+    writer.plays = {spec["axes"]["persona"]: play_of(GOOD) for spec in specs}
+    command = [sys.executable, f"{ROOT}/gen.py", *map(str, make_command(writer, specs, out, "--check", "build", "--workers", "1"))]
+    with open(tmp_path / "specs.jsonl", "a") as f:
+        f.write('{"id": "s4", "ax')
+    size = int(1.5 * len(json.dumps(good_task())))             # of a file: the second task does not fit
+
+    def little_disk():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=little_disk)
+    assert done.returncode == 1 and "could not be written (File too large)" in done.stderr.splitlines()[-1], done
+    kept = read_jsonl(out)
+    assert 1 <= len(kept) < 4 and out.read_bytes().endswith(b"\n")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "dropped a torn last line" in done.stderr and sorted(t["id"] for t in load_tasks(out)) == ["s0", "s1", "s2", "s3"]
+    assert read_jsonl(out)[:len(kept)] == kept
+
+
+def test_check_of_builtin_tasks(backend, tmp_path, capsys, monkeypatch):
+    tasks = gen.builtin_tasks(18 if backend == "bwrap" else 3, 1, "val", FAMILY_NAMES)
+    lazy = tasks[1] | {"id": "lazy", "tests": {"test.sh": {"text": "echo 1 >/logs/verifier/reward.txt"}}}
+    stuck = tasks[2] | {"id": "stuck", "solution": {"solve.sh": {"text": "echo I give up"}}}
+    path, out = write_jsonl(tmp_path / "tasks.jsonl", [*tasks, lazy, stuck]), tmp_path / "good.jsonl"
+    flags = ["check", path, "--check", "solve", "--backend", backend, "--out", out]
+    code, said = cli(capsys, monkeypatch, gen, *flags)
+    assert code == 1 and f"{len(tasks)} kept, 2 dropped (" in said and "lazy: untouched: " in said and "I give up" in said
+    kept = {t["id"]: t for t in load_tasks(out)}
+    assert {id: {k: v for k, v in t.items() if k != "checked"} for id, t in kept.items()} == {t["id"]: t for t in tasks}
+    assert all(t["checked"]["build"] and t["checked"]["untouched"] < 1 and t["checked"]["solution"] == [1, 1] for t in kept.values())
+    drop = dropped_of(out)
+    assert drop["lazy"]["checked"] == {"build": True, "untouched": 1} and drop["stuck"]["checked"]["solution"][0] < 1
+    code, said = cli(capsys, monkeypatch, gen, *flags)
+    assert code == 0 and f"0 kept, 0 dropped; {len(tasks) + 2} had been done before" in said
+    code, said = cli(capsys, monkeypatch, gen, "check", write_jsonl(tmp_path / "one", [lazy, stuck]), "--check", "build", "--backend", backend)
+    assert code == 0 and "2 kept" in said
+
+
+@pytest.mark.parametrize("lines, named", [([bash_task("a"), bash_task("a")], "line 1 has the same id"), (["{", bash_task("a")], "tasks.jsonl:1: "),
+                                          ([bash_task("a") | {"tests": {}}], None), (None, "No such file")])
+def test_check_says_what_is_wrong(lines, named, bwrap, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "tasks.jsonl"
+    if lines:
+        path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines))
+    code, said = cli(capsys, monkeypatch, gen, "check", path, "--backend", "bwrap")
+    if named:
+        assert str(code).startswith("gen.py check: ") and named in code
+    else:
+        assert code == 1 and "a: build: task a: tests/test.sh is missing" in said
