@@ -92,6 +92,7 @@ OF_DOMAIN = {"skill_type": "skill_types", "persona": "personas"}
 AXES = ("domain", "skill_type", "primitive_skills", "persona", "language", "task_complexity",
         "command_complexity", "fixture", "verifier")                         # the order in a task's record
 PRIMITIVES = (3, 5)                                                          # at least, at most, a task
+MOST = 1_000_000                                                             # what a --weight may be
 
 
 def listed(value):
@@ -122,18 +123,28 @@ def load_taxonomy(path=TAXONOMY):
         if not condition:
             raise ValueError(f"{path}: {what}")
 
+    def texts(values):
+        return (isinstance(values, (list, dict)) and len(values) > 0 and len(set(values)) == len(values)
+                and all(isinstance(value, str) and value for value in values))
+
     keys = {"domains", "language", "old", "presets", "incompatible", *STRUCTURE[1:]}
     require(isinstance(taxonomy, dict) and set(taxonomy) == keys, f"needs exactly the keys {sorted(keys)}")
+    for axis in ("domains", "language", *STRUCTURE[1:]):
+        require(isinstance(taxonomy[axis], dict) and texts(taxonomy[axis]), f"{axis}: no values")
     for name, domain in taxonomy["domains"].items():
-        require(set(domain) == {"skill_types", "personas"}, f"{name} needs skill_types and personas, no more")
-        skills = [p for ps in domain["skill_types"].values() for p in ps]
-        require(all(domain["skill_types"].values()), f"{name} has a skill type without primitive skills")
-        require(len(skills) >= PRIMITIVES[1], f"{name} needs at least {PRIMITIVES[1]} primitive skills")
+        require(name.isascii() and name.isidentifier(), f"domain {name!r}: only letters, digits and _")
+        require(isinstance(domain, dict) and set(domain) == {"skill_types", "personas"}
+                and isinstance(domain["skill_types"], dict), f"{name} needs skill_types and personas")
+        require(texts(domain["personas"]), f"{name}: personas is not a list of different texts")
+        for skill_type, skills in domain["skill_types"].items():
+            require(texts(skills), f"{name}, {skill_type}: not a list of different primitive skills")
+        skills = [skill for skills in domain["skill_types"].values() for skill in skills]
         require(len(set(skills)) == len(skills), f"{name} has a primitive skill twice")
-        require(domain["personas"], f"{name} has no persona")
-    require(all(w > 0 for w in taxonomy["language"].values()), "a language's weight is not above 0")
+        require(len(skills) >= PRIMITIVES[1], f"{name} needs at least {PRIMITIVES[1]} primitive skills")
+    require(all(isinstance(w, (int, float)) and w > 0 for w in taxonomy["language"].values()),
+            "a language's weight is not a number above 0")
     for axis, values in taxonomy["old"].items():
-        require(values and set(values) < set(taxonomy[axis]), f"old {axis}: some of its values, not all")
+        require(texts(values) and set(values) < set(taxonomy[axis]), f"old {axis}: list some of it, not all")
     for rule in taxonomy["incompatible"]:
         axes = set(rule) - {"why"}
         # A rule between domain and complexities alone would bend shares that are promised to be exact.
@@ -241,8 +252,8 @@ def check_weights(taxonomy, preset, weights):
         if value not in axis_values(taxonomy, axis):
             raise ValueError(f"weight {axis}={value}: no such value; "
                              f"there are {', '.join(axis_values(taxonomy, axis))}")
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"weight {axis}={value}:{weight}: a weight is a finite number, 0 or more")
+        if not 0 <= weight <= MOST:
+            raise ValueError(f"weight {axis}={value}:{weight}: a weight is a number from 0 to {MOST:,}")
         if weight and not expected[axis][value]:
             raise ValueError(f"weight {axis}={value}: preset {preset} never draws it; take another preset")
 
@@ -418,10 +429,12 @@ def corpus_statistics(path, bench):
 def measure_task(task, corpus):
     axes = task.get("axes") or {}                        # imported tasks have none
     for axis in AXES:
-        if axis in axes:
-            corpus.axes[axis].update(listed(axes[axis]))
-    if axes:
-        corpus.composition[axes["domain"], axes["skill_type"]] += 1
+        for value in listed(axes.get(axis, [])):
+            if not isinstance(value, str):
+                raise TypeError(f"{axis} is {value!r}")
+            corpus.axes[axis][value] += 1
+    if "domain" in axes:
+        corpus.composition[axes["domain"], axes.get("skill_type", "")] += 1
     if "instruction" in task:                            # specs have none yet
         corpus.lengths["instruction, words"].append(len(task["instruction"].split()))
         corpus.lengths["instruction, characters"].append(len(task["instruction"]))
