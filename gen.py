@@ -168,10 +168,11 @@ def load_taxonomy(path=TAXONOMY):
     return taxonomy
 
 
-def clashes(taxonomy, drawn):
-    """The rule that forbids what has been drawn so far ({axis: value}), or None."""
-    return next((rule for rule in taxonomy["incompatible"]
-                 if all(drawn.get(axis) in values for axis, values in rule.items() if axis != "why")), None)
+def unfit(taxonomy, axis, drawn):
+    """The values of an axis that a rule forbids, given what has been drawn before it ({axis: value})."""
+    return {value for rule in taxonomy["incompatible"] if axis in rule
+            and all(drawn.get(other) in rule[other] for other in rule if other not in (axis, "why"))
+            for value in rule[axis]}
 
 
 def probabilities(taxonomy, axis, drawn, odds, weights):
@@ -180,8 +181,8 @@ def probabilities(taxonomy, axis, drawn, odds, weights):
     odds: {axis: (new, old)}; such an axis shares them out over its two buckets, uniformly inside each. Others
     are uniform, languages by their own weights. weights: {(axis, value): factor} on top of that.
     """
-    fit = [value for value in axis_values(taxonomy, axis, drawn.get("domain"))
-           if not clashes(taxonomy, {**drawn, axis: value})]
+    out = unfit(taxonomy, axis, drawn)
+    fit = [value for value in axis_values(taxonomy, axis, drawn.get("domain")) if value not in out]
     if axis in odds:
         old = set(taxonomy["old"][axis])
         for bucket, share in (("new", odds[axis][0]), ("old", odds[axis][1])):

@@ -3217,7 +3217,7 @@ VERIFIERS = {"exact_text", "metric_threshold", "adversarial_corpus", "fuzz_equiv
 # preset -> (P(intricate), P(a verifier other than exact_text), P(a fixture other than text_only))
 NEW = {"legacy": (0, 0, 0), "sft_v2": (2 / 3, 2 / 3, 2 / 3), "rl_v2": (.75, 1, 1), "tmax15k": (.25, 1 / 3, 1 / 3)}
 TAXONOMY = json.loads((HERE / "taxonomy.json").read_text())
-SAMPLED = 20_000
+SAMPLED = 9_000
 
 
 @pytest.fixture(scope="module")
@@ -3269,8 +3269,8 @@ def test_sampled_shares(samples, preset):
         assert set(counts) == {value for value, p in shares.items() if p}, axis
         off = {v: (counts[v], SAMPLED * p) for v, p in shares.items() if not near(counts[v], SAMPLED, p)}
         assert not off, (axis, off)
-    if preset == "tmax15k":     # dealt out in turn: two of legacy, one of rl_v2, to the spec
-        assert collections.Counter(a["verifier"] for a in drawn[:15_000])["exact_text"] == 10_000
+    if preset == "tmax15k":     # dealt out in turn: two of legacy, one of rl_v2
+        assert collections.Counter(a["verifier"] for a in drawn)["exact_text"] == 6_000
     # P(new) holds in the whole and in every corner, however few values fit there.
     for where in ("domain", "command_complexity", "task_complexity"):
         for value, part in itertools.groupby(sorted(drawn, key=lambda a: a[where]), key=lambda a: a[where]):
