@@ -4436,3 +4436,396 @@ def test_check_says_what_is_wrong(lines, named, bwrap, tmp_path, capsys, monkeyp
         assert str(code).startswith("gen.py check: ") and named in code
     else:
         assert code == 1 and "a: build: task a: tests/test.sh is missing" in said
+# ================================================================================================ taxonomy.json, gen.py sample and stats
+
+# RECIPE.md section 1: domain -> (skill types, primitive skills, personas)
+COUNTS = {
+    "security": ("Systems, Data Processing, Web Security, Algorithmic, Testing", 27, 9),
+    "software_engineering": ("Algorithmic, Systems, Data Processing, Web Security, Testing, Mathematical, Multi-Language", 40, 15),
+    "file_operations": ("File I/O, Navigation, Data Parsing, Transformation, Archives", 28, 7),
+    "data_querying": ("Query Construction, Data Comprehension, Graph Processing, Result Processing", 20, 6),
+    "data_science": ("Systems, Data Processing, Algorithmic, Mathematical, Testing", 29, 6),
+    "debugging": ("Systems, Debugging, Testing, Algorithmic, Data Processing, Mathematical, Forensics", 39, 12),
+    "scientific_computing": ("Data Processing, Algorithmic, Mathematical, Systems, Testing, Statistical", 32, 5),
+    "data_processing": ("Data I/O, Manipulation, String/Text, Algorithmic, Mathematical, Time Series, Systems", 35, 7),
+    "system_administration": ("Filesystem, Process/Service, Network, Configuration, Deployment, Shell Scripting", 33, 18)}
+COMMANDS = {"bash only", "bash + code", "bash + code + system services"}
+LANGUAGES = {"Python": .35, "C": .15, "Bash": .15, "C++": .10, "Rust": .07, "Go": .07, "several languages": .06, "any": .05}
+FIXTURES = {"text_only", "image", "audio", "video", "stripped_binary", "vendored_package", "multi_service_compose"}
+VERIFIERS = {"exact_text", "metric_threshold", "adversarial_corpus", "fuzz_equivalence", "multi_protocol"}
+# preset -> (P(intricate), P(a verifier other than exact_text), P(a fixture other than text_only))
+NEW = {"legacy": (0, 0, 0), "sft_v2": (2 / 3, 2 / 3, 2 / 3), "rl_v2": (.75, 1, 1), "tmax15k": (.25, 1 / 3, 1 / 3)}
+TAXONOMY = json.loads((HERE / "taxonomy.json").read_text())
+SAMPLED = 9_000
+
+
+@pytest.fixture(scope="module")
+def samples():
+    return {preset: [spec["axes"] for spec in gen.sample_specs(SAMPLED, 0, preset)] for preset in NEW}
+
+
+def near(count, n, p, sigmas=4.5):
+    """Whether count of n is a plausible outcome at probability p: 4.5 sigma, once in 150,000 looks."""
+    return abs(count - n * p) <= sigmas * math.sqrt(n * p * (1 - p)) + 1e-9
+
+
+def forbidden(axes):
+    return [rule["why"] for rule in TAXONOMY["incompatible"]
+            if not [axis for axis in rule if axis != "why" and axes[axis] not in rule[axis]]]
+
+
+def test_taxonomy_has_the_papers_counts():
+    domains = TAXONOMY["domains"]
+    assert {name: (", ".join(d["skill_types"]), sum(map(len, d["skill_types"].values())), len(d["personas"]))
+            for name, d in domains.items()} == COUNTS
+    primitives = [p for d in domains.values() for ps in d["skill_types"].values() for p in ps]
+    personas = [p for d in domains.values() for p in d["personas"]]
+    assert (len(domains), sum(len(d["skill_types"]) for d in domains.values())) == (9, 52)
+    assert len(set(primitives)) == 283 and len(set(personas)) == 85
+    assert TAXONOMY["language"] == LANGUAGES and set(TAXONOMY["command_complexity"]) == COMMANDS
+    assert list(TAXONOMY["task_complexity"]) == ["short", "moderate", "complex", "intricate"]
+    assert set(TAXONOMY["fixture"]) == FIXTURES and set(TAXONOMY["verifier"]) == VERIFIERS
+    assert set(TAXONOMY["presets"]) == set(NEW) and TAXONOMY["presets"]["tmax15k"] == {"mix": {"legacy": 10000, "rl_v2": 5000}}
+    explained = [TAXONOMY[axis] for axis in ("task_complexity", "command_complexity", "fixture", "verifier")]
+    assert all(len(text.split()) >= 6 and "\n" not in text for axis in explained for text in axis.values())
+    assert all(rule["why"] for rule in TAXONOMY["incompatible"])
+    words = [set(re.findall("[a-z]{3,}", text.lower())) for text in primitives]
+    alike = [pair for pair in itertools.combinations(words, 2) if len(set.intersection(*pair)) > .5 * len(set.union(*pair))]
+    assert min(map(len, words)) >= 3 and not alike      # 283 skills, not 200 and their paraphrases
+    assert all(persona.startswith(("a ", "an ", "the ")) and len(persona.split()) >= 6 for persona in personas)
+
+
+@pytest.mark.parametrize("preset", NEW)
+def test_sampled_shares(samples, preset):
+    drawn, (intricate, verifier, fixture) = samples[preset], NEW[preset]
+    old = {"task_complexity": (1 - intricate) / 3}
+    want = {"domain": dict.fromkeys(COUNTS, 1 / 9), "language": LANGUAGES,
+            "task_complexity": {"short": old["task_complexity"], "moderate": old["task_complexity"],
+                                "complex": old["task_complexity"], "intricate": intricate},
+            "command_complexity": dict.fromkeys(COMMANDS, 1 / 3)}
+    for axis, shares in want.items():
+        counts = collections.Counter(axes[axis] for axes in drawn)
+        assert set(counts) == {value for value, p in shares.items() if p}, axis
+        off = {v: (counts[v], SAMPLED * p) for v, p in shares.items() if not near(counts[v], SAMPLED, p)}
+        assert not off, (axis, off)
+    if preset == "tmax15k":     # dealt out in turn: two of legacy, one of rl_v2
+        assert collections.Counter(a["verifier"] for a in drawn)["exact_text"] == 6_000
+    # P(new) holds in the whole and in every corner, however few values fit there.
+    for where in ("domain", "command_complexity", "task_complexity"):
+        for value, part in itertools.groupby(sorted(drawn, key=lambda a: a[where]), key=lambda a: a[where]):
+            part = list(part)
+            if preset == "tmax15k" and where == "task_complexity":
+                continue        # there the presets themselves differ in it
+            assert near(sum(a["verifier"] != "exact_text" for a in part), len(part), verifier), value
+            assert near(sum(a["fixture"] != "text_only" for a in part), len(part), fixture), value
+
+
+def test_skill_types_and_personas_are_uniform_in_their_domain(samples):
+    drawn = samples["sft_v2"]
+    for name, domain in TAXONOMY["domains"].items():
+        here = [axes for axes in drawn if axes["domain"] == name]
+        for axis, values in (("skill_type", domain["skill_types"]), ("persona", domain["personas"])):
+            counts = collections.Counter(axes[axis] for axes in here)
+            assert set(counts) == set(values) and all(near(n, len(here), 1 / len(values)) for n in counts.values())
+
+
+@pytest.mark.parametrize("preset", NEW)
+def test_no_incompatible_combination_is_drawn(samples, preset):
+    drawn = samples[preset]
+    assert not [axes for axes in drawn if forbidden(axes)]
+    services = [a for a in drawn if "multi_protocol" == a["verifier"] or "multi_service_compose" == a["fixture"]]
+    assert {a["command_complexity"] for a in services} <= {"bash + code + system services"}
+    assert bool(services) == (preset != "legacy")
+
+
+def test_verifier_and_fixture_are_uniform_over_what_fits(samples):
+    drawn = samples["rl_v2"]
+    cells = collections.defaultdict(collections.Counter)
+    for a in drawn:
+        cells[a["domain"], a["command_complexity"]][a["verifier"]] += 1
+        cells[a["domain"], a["command_complexity"], a["verifier"]][a["fixture"]] += 1
+    for (domain, commands, *verifier), counts in cells.items():
+        context = {"domain": domain, "task_complexity": "short", "command_complexity": commands, "verifier": None, "fixture": None}
+        if verifier:
+            fits = {f for f in FIXTURES - {"text_only"} if not forbidden({**context, "verifier": verifier[0], "fixture": f})}
+        else:
+            fits = {v for v in VERIFIERS - {"exact_text"} if not forbidden({**context, "verifier": v})}
+        total = counts.total()
+        assert set(counts) <= fits and all(near(counts[value], total, 1 / len(fits)) for value in fits), (domain, commands)
+
+
+def test_every_compatible_pair_of_verifier_and_fixture_occurs(samples):
+    seen = {(a["verifier"], a["fixture"]) for a in samples["sft_v2"]}
+    never = {(v, f) for v in VERIFIERS for f in FIXTURES} - seen
+    rules = {(v, f) for rule in TAXONOMY["incompatible"] if set(rule) == {"verifier", "fixture", "why"}
+             for v in rule["verifier"] for f in rule["fixture"]}
+    assert never == rules and len(rules) >= 4
+
+
+def test_primitives_come_from_the_chosen_skill_type_first(samples):
+    lengths, mixed = collections.Counter(), 0
+    for axes in samples["tmax15k"]:
+        skills, drawn = TAXONOMY["domains"][axes["domain"]]["skill_types"], axes["primitive_skills"]
+        own = skills[axes["skill_type"]]
+        first = min(len(drawn), len(own))
+        assert len(set(drawn)) == len(drawn) and set(drawn[:first]) <= set(own)
+        assert set(drawn[first:]) <= {p for ps in skills.values() for p in ps} - set(own)
+        lengths[len(drawn)] += 1
+        mixed += first < len(drawn)
+    assert set(lengths) == {3, 4, 5} and all(near(n, SAMPLED, 1 / 3) for n in lengths.values()) and mixed
+
+
+def test_same_seed_same_bytes(tmp_path):
+    def bytes_of(*args, **env):
+        out = tmp_path / "new" / "s.jsonl"
+        done = subprocess.run([sys.executable, "gen.py", "sample", "--out", out, *map(str, args)], cwd=HERE,
+                              capture_output=True, text=True, env={**os.environ, **env})
+        assert done.returncode == 0, done.stderr
+        return out.read_bytes()
+
+    first = bytes_of("--n", 500, "--seed", 3, "--preset", "sft_v2", PYTHONHASHSEED="1")
+    assert first == bytes_of("--n", 500, "--seed", 3, "--preset", "sft_v2", PYTHONHASHSEED="2")
+    assert bytes_of("--n", 700, "--seed", 3, "--preset", "sft_v2").startswith(first)     # a longer sample goes on
+    others = [bytes_of("--n", 500, "--seed", 4, "--preset", "sft_v2"), bytes_of("--n", 500, "--seed", 3, "--preset", "rl_v2"),
+              bytes_of("--n", 500, "--seed", 3, "--preset", "sft_v2", "--weight", "language=Go:5")]
+    specs = [json.loads(line) for text in (first, *others) for line in text.splitlines()]
+    assert len({s["id"] for s in specs} | {s["id"] for s in map(json.loads, first.splitlines())}) >= 1500
+    assert len({json.dumps(s["axes"]) for s in specs[:500]}) == 500
+    assert all(set(s) == {"id", "axes"} and tuple(s["axes"]) == gen.AXES and re.fullmatch(r"[\w.-]+", s["id"]) for s in specs)
+    by_id = {}
+    assert all(by_id.setdefault(s["id"], s["axes"]) == s["axes"] for s in specs)         # an id names one spec
+
+
+def test_speed_of_sampling(tmp_path):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "gen.py", "sample", "--n", "20000", "--out", tmp_path / "s.jsonl"], cwd=HERE,
+                   check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < 5
+    assert len(read_jsonl(tmp_path / "s.jsonl")) == 20_000
+
+
+def test_sample_prints_the_shares(tmp_path, capsys, monkeypatch):
+    code, said = cli(capsys, monkeypatch, gen, "sample", "--n", 3000, "--preset", "rl_v2", "--out", tmp_path / "s")
+    counts = collections.Counter(s["axes"]["fixture"] for s in read_jsonl(tmp_path / "s"))
+    row = re.search(r"fixture +image +([\d.]+)% +([\d.]+)% +([\d.]+)%", said)
+    assert code == 0 and float(row[1]) == round(100 * counts["image"] / 3000, 2) and float(row[3]) == 16.67
+    assert abs(float(row[1]) - float(row[2])) < 4 and re.search(r"domain +security +[\d.]+% +11.11%\n", said)
+    for axis, count in (("skill_type", 29), ("primitive_skills", 283), ("persona", 85)):
+        assert f"{axis}: {count} of {count} drawn" in said
+
+
+def test_weights_shift_what_they_name():
+    def shares(axis, preset="sft_v2", **weights):
+        drawn = gen.sample_specs(6000, 1, preset, weights={tuple(k.split("__")): w for k, w in weights.items()})
+        assert not [spec for spec in drawn if forbidden(spec["axes"])]
+        return collections.Counter(spec["axes"][axis] for spec in drawn)
+
+    assert near(shares("domain", domain__security=3)["security"], 6000, 3 / 11)
+    assert near(shares("task_complexity", task_complexity__intricate=4)["intricate"], 6000, 8 / 9)
+    assert near(shares("task_complexity", "legacy", task_complexity__complex=2)["complex"], 6000, 1 / 2)
+    assert near(shares("language", language__Go=0)["Python"], 6000, .35 / .93)
+    assert near(shares("skill_type", domain__debugging=gen.MOST, skill_type__Forensics=6)["Forensics"], 6000, 1 / 2)
+    without = shares("fixture", fixture__image=0, fixture__text_only=0)
+    assert set(without) == FIXTURES - {"image", "text_only"}
+
+
+@pytest.mark.parametrize("args, words", [
+    (["--preset", "v3"], ["no preset v3", "legacy, sft_v2, rl_v2, tmax15k"]),
+    (["--weight", "colour=red:2"], ["colour=red", "no such axis", "command_complexity"]),
+    (["--weight", "primitive_skills=x:2"], ["no such axis"]),
+    (["--weight", "fixture=hologram:2"], ["fixture=hologram", "text_only"]),
+    (["--weight", "fixture=image"], ["--weight fixture=image", "axis=value:w"]),
+    (["--weight", "image:3"], ["axis=value:w"]),
+    (["--weight", "fixture=image:lots"], ["axis=value:w"]),
+    (["--weight", "fixture=image:-1"], ["0 to 1,000,000"]),
+    (["--weight", "fixture=image:nan"], ["0 to 1,000,000"]),
+    (["--weight", "fixture=image:inf"], ["0 to 1,000,000"]),
+    (["--weight", "fixture=image:2", "--weight", "fixture=image:3"], ["twice"]),
+    (["--preset", "legacy", "--weight", "verifier=multi_protocol:2"], ["legacy never draws it"]),
+    ([f for name in COUNTS for f in ("--weight", f"domain={name}:0")], ["leave no domain"]),
+    (["--preset", "rl_v2", "--weight", "verifier=metric_threshold:0", "--weight", "verifier=fuzz_equivalence:0"],
+     ["leave no verifier", "bash only"]),
+    (["--n", "0"], ["at least one spec"]),
+    (["--taxonomy", "/nowhere.json"], ["/nowhere.json"]),
+    (["--taxonomy", "/dev/null"], ["/dev/null: not JSON"]),
+    (["--out", "/proc/nowhere/s.jsonl"], ["/proc/nowhere"]),
+])
+def test_sample_bad_arguments_give_one_clear_line_and_no_file(args, words, tmp_path, capsys, monkeypatch):
+    code, said = cli(capsys, monkeypatch, gen, "sample", "--out", tmp_path / "s.jsonl", "--n", 10, *args)
+    assert str(code).startswith("gen.py sample: ") and "\n" not in code and all(w in code for w in words), code
+    assert not said and not list(tmp_path.iterdir())
+
+
+def edited(tmp_path, edit):
+    taxonomy = json.loads((HERE / "taxonomy.json").read_text())
+    edit(taxonomy)
+    path = tmp_path / "edited.json"
+    path.write_text(json.dumps(taxonomy))
+    return path
+
+
+def test_a_domain_a_persona_and_a_verifier_are_added_in_the_json_alone(tmp_path, capsys, monkeypatch):
+    def edit(taxonomy):
+        taxonomy["domains"]["cartography"] = {
+            "skill_types": {"Projection": ["projecting", "warping"], "Tiling": ["cutting", "stitching", "labelling"]},
+            "personas": ["a hiker who lost the trail"]}
+        taxonomy["domains"]["security"]["personas"].append("a locksmith turned programmer")
+        taxonomy["verifier"]["peer_review"] = "three reviewers agree"
+        taxonomy["incompatible"].append({"verifier": ["peer_review"], "fixture": ["audio"], "why": "nobody listens"})
+
+    path = edited(tmp_path, edit)
+    code, said = cli(capsys, monkeypatch, gen, "sample", "--taxonomy", path, "--n", 4000, "--preset", "rl_v2", "--out", tmp_path / "s")
+    drawn = [spec["axes"] for spec in read_jsonl(tmp_path / "s")]
+    maps = [a for a in drawn if a["domain"] == "cartography"]
+    reviewed = [a for a in drawn if a["verifier"] == "peer_review"]
+    assert code == 0 and near(len(maps), 4000, 1 / 10) and "cartography" in said and "peer_review" in said
+    assert {len(a["primitive_skills"]) for a in maps} == {3, 4, 5} and len({a["fixture"] for a in maps}) == 6
+    assert len(reviewed) > 400 and {a["fixture"] for a in reviewed} == FIXTURES - {"text_only", "audio"}
+    assert {a["domain"] for a in reviewed} == {*COUNTS, "cartography"}
+    assert any(a["persona"] == "a locksmith turned programmer" for a in drawn)
+    code, said = cli(capsys, monkeypatch, gen, "stats", tmp_path / "s", "--taxonomy", path)
+    assert code == 0 and re.search(r"domain +10 +(0.99\d|1.000) ", said) and re.search(r"verifier +6 ", said)
+
+
+def drop(key):
+    return lambda taxonomy: taxonomy.pop(key)
+
+
+def rule(**axes):
+    return lambda taxonomy: taxonomy["incompatible"].append({**axes, "why": "test"})
+
+
+@pytest.mark.parametrize("edit, words", [
+    (drop("verifier"), ["exactly the keys"]),
+    (lambda t: t["domains"]["security"].pop("personas"), ["security needs skill_types and personas"]),
+    (lambda t: t["domains"]["security"].update(personas="nobody"), ["security: personas"]),
+    (lambda t: t["domains"].update({"my domain": t["domains"]["security"]}), ["'my domain'", "letters"]),
+    (lambda t: t["domains"]["debugging"]["skill_types"].update(Luck=[]), ["debugging, Luck"]),
+    (lambda t: t["domains"].update(small={"skill_types": {"A": ["b", "c"]}, "personas": ["d"]}), ["small needs at least 5"]),
+    (lambda t: t["domains"]["debugging"]["skill_types"]["Testing"].append("telling a wrong test from wrong code"), ["Testing"]),
+    (lambda t: t["language"].update(Perl=0), ["language"]),
+    (lambda t: t["old"].update(verifier=list(VERIFIERS)), ["old verifier"]),
+    (rule(fixture=["hologram"]), ["no fixture hologram"]),
+    (rule(fixture=["image"], persona=["x"]), ["no such rule"]),
+    (rule(domain=["security"], command_complexity=["bash only"]), ["no such rule"]),
+    (rule(fixture=["text_only"], domain=["security"]), ["no old fixture fits security"]),
+    (rule(verifier=["metric_threshold"], domain=["data_science"]), ["no new verifier fits data_science", "bash only"]),
+    (lambda t: t["presets"].update(mine={"new_to_old": {"fixture": [1, 1]}}), ["preset mine"]),
+    (lambda t: t["presets"]["tmax15k"]["mix"].update(v3=1), ["preset tmax15k mixes"]),
+])
+def test_a_broken_taxonomy_says_what_is_wrong(edit, words, tmp_path, capsys, monkeypatch):
+    path = edited(tmp_path, edit)
+    code, _ = cli(capsys, monkeypatch, gen, "sample", "--taxonomy", path, "--out", tmp_path / "s")
+    assert str(code).startswith(f"gen.py sample: {path}: ") and "\n" not in code and all(w in code for w in words), code
+
+
+# ------------------------------------------------------------------------------------------------ stats
+
+def test_balance():
+    assert gen.balance(dict.fromkeys("abcd", 7)) == pytest.approx(1)
+    assert gen.balance({"a": 5, "b": 0, "c": 0, "d": 0}) == pytest.approx(1 / 4)
+    half = -(.5 * math.log(.5) + 2 * .25 * math.log(.25))
+    assert gen.balance({"a": 2, "b": 1, "c": 1, "d": 0}) == pytest.approx(math.exp(half) / 4)
+
+
+def test_stats_of_specs(tmp_path, capsys, monkeypatch):
+    path = write_jsonl(tmp_path / "s", gen.sample_specs(5000, 0, "tmax15k"))
+    code, said = cli(capsys, monkeypatch, gen, "stats", path, "--plot", tmp_path / "p.png")
+    assert code == 0 and f"{path}: 5000 tasks" in said and "length" not in said and "overlap" not in said
+    scores = {axis: (int(n), float(score)) for axis, n, score in re.findall(r"^(\w+) +(\d+) +([01]\.\d{3}) ", said, re.M)}
+    # exp(H)/N of two thirds exact_text or text_only, the rest over the others, lies between these
+    assert scores["domain"][0] == 9 and scores["domain"][1] > .997 and scores["persona"][0] == 85
+    assert scores["skill_type"][0] == 29 and abs(scores["skill_type"][1] - .743) < .01 and ".732" in said
+    assert scores["verifier"][0] == 5 and math.exp(.6365) / 5 < scores["verifier"][1] < math.exp(.6365 + math.log(4) / 3) / 5
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "p.png").stat().st_size > 20_000
+    code, _ = cli(capsys, monkeypatch, gen, "stats", path, "--against", path)
+    assert "no instruction" in code
+
+
+def test_stats_of_builtin_tasks(tmp_path, capsys, monkeypatch):
+    tasks = gen.builtin_tasks(90, 0, "train", FAMILY_NAMES)
+    path = write_jsonl(tmp_path / "t", tasks)
+    code, said = cli(capsys, monkeypatch, gen, "stats", path)
+    mean = lambda numbers: f"{sum(numbers) / 90:.1f}"
+    row = lambda what: re.search(rf"{what} +(\d+) +([\d.]+)", said).groups()
+    assert code == 0 and row("instruction, characters") == ("90", mean([len(t["instruction"]) for t in tasks]))
+    assert row("instruction, words") == ("90", mean([len(t["instruction"].split()) for t in tasks]))
+    assert row("solution, bytes") == ("90", mean([len(t["solution"]["solve.sh"]["text"]) for t in tasks]))
+    assert row("solution, lines") == ("90", mean([t["solution"]["solve.sh"]["text"].count("\n") for t in tasks]))
+    assert re.search(r"language +8 +0.125 .*Bash 100.0%", said)
+
+
+def test_overlap_counts_runs_of_13_words(tmp_path, capsys, monkeypatch):
+    def text(*numbers):
+        return " ".join(f"w{i}" for i in numbers)
+
+    bench = {"one": text(*range(20)), "two": "Read the file; then, sort it. " + text(*range(100, 110)), "short": "too short"}
+    tasks = {"twelve": text(*range(12), 77), "thirteen": "Intro. " + text(*range(3, 16)) + " end",
+             "spelled": "read THE file -- then sort it, w100 w101! (w102) \u201cw103\u201d w104\u2014w105 w106", "free": text(*range(200, 240)),
+             "fifteen": text(*range(15)), "empty": ""}
+    path = write_jsonl(tmp_path / "t", [{"id": i, "instruction": t} for i, t in tasks.items()])
+    for name, instruction in bench.items():
+        (tmp_path / "harbor" / "set" / name).mkdir(parents=True)
+        (tmp_path / "harbor" / "set" / name / "instruction.md").write_text(instruction)
+    lines = write_jsonl(tmp_path / "b", [{"instruction": t} for t in bench.values()])
+    for against in (lines, tmp_path / "harbor"):
+        code, said = cli(capsys, monkeypatch, gen, "stats", path, "--against", against)
+        said = said[said.index("13-gram"):].splitlines()
+        total = sum(max(0, len(gen.words_of(t)) - 12) for t in tasks.values())
+        assert code == 0 and said[0] == f"13-gram overlap with {against}: 50.0% of tasks (paper 0.0%)"
+        assert said[1] == "  3 of 6 tasks have one in common with 2 of the benchmark's 3;"
+        assert said[2] == f"  5 of all {total} 13-grams"
+        assert [line.split()[0::4] for line in said[3:]] == [["3", "fifteen"], ["1", "thirteen"], ["1", "spelled"]]
+
+
+def test_speed_and_memory_of_stats(tmp_path):
+    words = np.random.default_rng(0).zipf(1.3, 15_000 * 300).clip(max=30_000).astype(str).reshape(15_000, 300)
+    specs = gen.sample_specs(15_000)
+    with open(tmp_path / "t", "w") as f:
+        for spec, text in zip(specs, words):
+            task = {**spec, "instruction": " ".join(text), "files": {"data.txt": {"text": "some data\n" * 1000}}}
+            f.write(json.dumps(task) + "\n")
+    write_jsonl(tmp_path / "b", [{"instruction": " ".join(text)} for text in words[:100]])
+    code = ("import gen, resource, sys; gen.main(); u = resource.getrusage(resource.RUSAGE_SELF); "
+            "print('spent', u.ru_utime + u.ru_stime, u.ru_maxrss)")
+    done = subprocess.run([sys.executable, "-c", code, "stats", tmp_path / "t", "--against", tmp_path / "b"], cwd=HERE,
+                          capture_output=True, text=True, check=True)
+    seconds, kilobytes = map(float, re.search(r"spent (\S+) (\S+)", done.stdout).groups())
+    assert seconds < 20 and kilobytes < 1e6
+    assert "with 100 of the benchmark's 100" in done.stdout
+
+
+@pytest.mark.parametrize("lines, more, words", [
+    (None, [], ["No such file"]),
+    ([], [], ["no tasks"]),
+    (['{"id": "a"}', "nonsense", '{"id": "b"}'], [], [":2: not a line of JSON"]),
+    (['{"id": "a"}', '{"id": "a"}'], [], [":2: an earlier line has the id a"]),
+    (['{"id": "a", "axes": {"domain": 5}}'], [], [":1: not a task record", "domain is 5"]),
+    (['{"id": "a", "axes": ["security"]}'], [], [":1: not a task record"]),
+    (['{"id": "a", "instruction": null}'], [], [":1: not a task record"]),
+    (['{"id": "a", "solution": {"s.sh": "echo"}}'], [], [":1: not a task record"]),
+    (['{"id": "a"}'], ["--plot", "p.png"], ["no task has axes"]),
+    (['{"id": "a"}'], ["--against", "/nowhere"], ["/nowhere"]),
+    (['{"id": "a"}'], ["--against", "EMPTY"], ["instruction.md"]),
+    (['{"id": "a"}'], ["--against", "SELF"], [":1: no instruction"]),
+    (['{"id": "a", "axes": {"domain": "security"}}'], ["--plot", "/proc/nowhere/p.png"], ["/proc/nowhere"]),
+    (['{"id": "a", "axes": {"domain": "security"}}'], ["--plot", "p.nonsense"], ["nonsense"]),
+])
+def test_stats_bad_input_gives_one_clear_line(lines, more, words, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "t.jsonl"
+    if lines is not None:
+        path.write_text("".join(line + "\n" for line in lines))
+    (tmp_path / "empty").mkdir()
+    more = [{"EMPTY": tmp_path / "empty", "SELF": path, "p.png": tmp_path / "p.png", "p.nonsense": tmp_path / "p.nonsense"}.get(m, m)
+            for m in more]
+    code, _ = cli(capsys, monkeypatch, gen, "stats", path, *more)
+    assert str(code).startswith("gen.py stats: ") and "\n" not in code and all(w in code for w in words), code
+    assert not list(tmp_path.glob("p.*"))
+
+
+def test_stats_drops_a_torn_last_line(tmp_path, capsys, monkeypatch):
+    (tmp_path / "t").write_text('{"id": "a", "instruction": "x"}\n{"id": "b", "instr')
+    with pytest.warns(UserWarning, match="torn last line"):
+        code, said = cli(capsys, monkeypatch, gen, "stats", tmp_path / "t")
+    assert code == 0 and ": 1 tasks" in said
