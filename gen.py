@@ -1,8 +1,12 @@
 """Tasks: where the pipeline starts. Each command writes Task records, one JSON object a line.
 
     python gen.py builtin --n 640 --seed 0 --split train --out tasks.jsonl
+    python gen.py export-harbor tasks.jsonl DIR
+    python gen.py import-harbor DIR --out tasks.jsonl
+    python gen.py import-tmax rows.jsonl task-data.tar.gz --out tasks.jsonl
 
 builtin   the demo's families (builtin/families.py); no LLM, no network; same arguments, same bytes
+*-harbor  Harbor's task folders, out and in; import-tmax: the published TMax-15K (extras/harbor.py)
 """
 import argparse
 import json
@@ -12,6 +16,8 @@ from collections import Counter
 from pathlib import Path
 
 from builtin.families import FAMILIES, make_task
+from extras.harbor import export_harbor, import_harbor, import_tmax
+from sandbox import load_tasks, read_jsonl
 
 
 def write_tasks(path, tasks):
@@ -66,6 +72,34 @@ def builtin(args):
 
 
 # ------------------------------------------------------------------------------------------------------------
+# export-harbor, import-harbor, import-tmax
+
+def export_to_harbor(args):
+    try:
+        tasks = load_tasks(args.tasks)
+        export_harbor(tasks, args.dir)
+    except (ValueError, OSError) as e:
+        sys.exit(f"gen.py export-harbor: {e}")
+    print(f"{args.dir}: {len(tasks)} task folders")
+
+
+def import_from(name, read):
+    """Writes what `read()` gives, (tasks, what could not be imported); it fails only if nothing could."""
+    def run(args):
+        try:
+            tasks, problems = read(args)
+            for problem in problems:
+                print(f"left out: {problem}", file=sys.stderr)
+            if not tasks:
+                raise ValueError("nothing could be imported")
+            write_tasks(args.out, tasks)
+        except (ValueError, OSError) as e:
+            sys.exit(f"gen.py {name}: {e}")
+        print(f"{args.out}: {len(tasks)} tasks; {len(problems)} left out")
+    return run
+
+
+# ------------------------------------------------------------------------------------------------------------
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
@@ -80,6 +114,23 @@ def main():
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--families", help="only these, separated by commas")
     p.set_defaults(run=builtin)
+
+    p = commands.add_parser("export-harbor", help="write tasks as Harbor's folders")
+    p.add_argument("tasks", help="tasks.jsonl")
+    p.add_argument("dir", help="gets a folder a task")
+    p.set_defaults(run=export_to_harbor)
+
+    p = commands.add_parser("import-harbor", help="read Harbor's task folders")
+    p.add_argument("dir", help="a task folder, or a folder of them")
+    p.add_argument("--out", required=True, help="the JSONL file to write")
+    p.set_defaults(run=import_from("import-harbor", lambda args: import_harbor(args.dir)))
+
+    p = commands.add_parser("import-tmax", help="read the published TMax-15K")
+    p.add_argument("rows", help="its rows as JSONL: {messages, ground_truth, env_config: {image}}")
+    p.add_argument("tarball", help="its task-data.tar.gz: ID/instruction.md, ID/tests/test.sh, ...")
+    p.add_argument("--out", required=True, help="the JSONL file to write")
+    p.set_defaults(run=import_from(
+        "import-tmax", lambda args: import_tmax(read_jsonl(args.rows), args.tarball)))
 
     args = parser.parse_args()
     args.run(args)
