@@ -72,7 +72,8 @@ def unpack(id: str, folder: dict, image_user) -> dict:
     if "trajectory.json" in folder:
         raise ValueError("trajectory.json: an episode starts without a history")
     said = said_by_record(config)
-    toml = toml.rpartition(RECORD)[0] or toml
+    head, found, _ = toml.rpartition(RECORD)
+    toml = head if found else toml
     environment = table(config, "environment")
 
     task = {"id": id, "instruction": instruction, "dockerfile": "", "files": {}, "tests": {}, "solution": {}}
