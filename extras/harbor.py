@@ -26,6 +26,7 @@ Windows, a verifier in a container of its own, GPUs, MCP servers, allow-lists, s
 out: what lies in a folder beside the files above (README.md and the like).
 """
 
+import asyncio
 import base64
 import contextlib
 import functools
@@ -38,10 +39,13 @@ import shlex
 import shutil
 import stat
 import tarfile
+import threading
+import time
 import tomllib
 import zlib
 from pathlib import Path
 
+import rollout
 import sandbox
 from sandbox import InfraError, check_task, dockerfile_lines, file_bytes, file_mode, limits_of, user_of
 
@@ -535,3 +539,343 @@ def read_tarball(path: str, wanted: set) -> tuple[dict, dict]:
     except (tarfile.TarError, EOFError, zlib.error) as e:
         raise ValueError(f"{path} is not a whole tarball: {str(e).splitlines()[0]}") from None
     return folders, problems
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 3. Our harness as a Harbor agent
+# ------------------------------------------------------------------------------------------------------------
+
+KEEP = sandbox.Capture.KEEP
+LOOK_S, FLOOD = 20, 64 << 20  # one look into the container: at most so long, or until so much new output is there
+EXACT = 8 << 20  # up to here what lies between an output's ends is counted in characters, beyond in bytes
+PATIENCE = 10  # further ticks for the one of two ends (control message, nonce) that is still missing
+
+# Puts sandbox.py's shell into a container that we can reach by single commands alone. Its three streams are a FIFO
+# and two files there; stdout has a `cat` between, as a command that opens /dev/stdout would empty a file.
+START = r"""
+umask 077; cd "$1" && mkfifo in pipe && : >out && : >control || exit 1
+session=$(type -P setsid)
+(ulimit -f 4194304; exec $session cat <pipe >>out 2>/dev/null) &
+exec 7>pipe
+$session bash --norc --noprofile -p "$1/init" "" "$OLDPWD" "" "" <>in >&7 7>&- 2>>control &
+echo $! >pid; echo "@@up@@"
+"""
+# One look. $2 goes into the shell (base64). Then it waits, $3 ticks at most, until control has a whole message beyond
+# its byte $4, and out the nonce $6, and tells what is new since $4 and $5. Of a flood it tells both ends and how many
+# characters lie between.
+LOOK = r"""
+cd "$1" && kill -0 "$(<pid)" || { echo "@@gone@@"; exit; }
+[[ -z $2 ]] || base64 -d <<<"$2" >in
+for ((i = seen = 0; i < $3; i++)); do
+  whole= marked=
+  (( $(stat -c %s control) > $4 )) && [[ $(tail -c 1 control | tr '\0' 0) == 0 ]] && whole=1
+  [[ -n $6 && $(tail -c 4096 out | tr -d '\0') == *"$6"* ]] && marked=1
+  [[ $whole && $marked ]] && break
+  [[ $whole$marked ]] && (( ++seen > PATIENCE )) && break
+  (( $(stat -c %s out) - $5 > FLOOD )) && break
+  sleep .0$((i < 20 ? 1 : 5))
+done
+control=$(stat -c %s control) out=$(stat -c %s out) new=$((out - $5)) chars=0 tail=
+pack() { base64 | tr -d '\n'; }
+since() { tail -c "+$(($2 + 1))" "$1" | head -c "$3"; }
+if (( new > 2 * KEEP )); then
+  chars=$((new - 2 * KEEP))
+  (( new > EXACT )) || chars=$(since out $(($5 + KEEP)) $chars | LC_ALL=C tr -d '\200-\277' | wc -c)
+  tail=$(since out $((out - KEEP)) KEEP | pack) new=KEEP
+fi
+head=$(since out "$5" "$new" | pack)
+(( out > FLOOD )) && : >out && out=0
+echo "@@$control $out $chars,$(since control "$4" $((control - $4)) | pack),$head,$tail@@"
+"""
+for name in ("KEEP", "FLOOD", "EXACT", "PATIENCE"):
+    LOOK = LOOK.replace(name, str(globals()[name]))
+DOTS = b"." * (1 << 20)
+
+
+class HarborShell:
+    """Where a HarborSandbox has its shell, and the way there: sandbox.py's box and channel in one.
+
+    execute: function(command, seconds) -> (exit code, output), by Harbor's stateless exec; InfraError. One look is
+    one exec, and a command mostly takes one look: 0.1 to 0.5 s with Docker, where sandbox.py's own takes 2 ms.
+    """
+
+    def __init__(self, execute):
+        self.execute, self.outbox = execute, bytearray()
+        self.control = self.out = 0  # bytes of both files that we have seen
+        self.nonce = ""
+
+    def start(self):
+        self.folder = f"/tmp/.shell-{sandbox.secrets.token_hex(8)}"
+        # The one place where the shell counts on its process 1.
+        init = sandbox.SCRIPT.replace(b">/proc/1/fd/3", f">>{self.folder}/control".encode())
+        assert init != sandbox.SCRIPT, "sandbox.py's EXIT trap writes elsewhere now"
+        steps = ["umask 077", f"mkdir {self.folder}"]
+        for name, data in (("init", init), ("start", START.encode()), ("look", LOOK.encode())):
+            steps.append(f"echo {base64.b64encode(data).decode()} | base64 -d >{self.folder}/{name}")
+        _, said = self.execute(" && ".join([*steps, f"bash {self.folder}/start {self.folder}"]), 60)
+        if "@@up@@" not in said:
+            raise InfraError(f"no shell in Harbor's environment: {said[-500:]}")
+
+    def pump(self, seconds):
+        """Sends what waits in outbox; returns what comes in time: [(stream, bytes)], b"" at an end."""
+        if seconds <= 0 and not self.outbox:
+            return []  # not worth an exec
+        while len(self.outbox) > 30_000:  # an argument has at most 128 KB, a FIFO 64 KB
+            self.execute(self.feeding(30_000), 60)
+        if self.outbox.endswith(b"\0"):
+            self.nonce = self.outbox[:-1].rpartition(b"\0")[2].decode()
+        given, ticks = base64.b64encode(self.outbox).decode(), int(20 * min(max(seconds, .05), LOOK_S))
+        self.outbox.clear()
+        code, said = self.execute(f"bash {self.folder}/look {self.folder} '{given}' {ticks} {self.control} "
+                                  f"{self.out} '{self.nonce}'", 3 * LOOK_S)
+        if "@@gone@@" in said:
+            return [(1, b"")]
+        found = re.search(r"@@(\d+) (\d+) (\d+),([^,@]*),([^,@]*),([^,@]*)@@", said)
+        if not found and code in (137, 143):
+            return []  # the shell's sweep after a timeout took this look for a part of the command
+        if not found:
+            raise InfraError(f"Harbor's environment, exit code {code}: {said[-500:]}")
+        self.control, self.out, between = map(int, found.groups()[:3])
+        control, head, tail = map(base64.b64decode, found.groups()[3:])
+        dots = [DOTS] * (between // len(DOTS)) + [DOTS[:between % len(DOTS)]]  # counted, but never shown
+        return [(stream, data) for stream, data in [(2, control), (1, head), *((1, d) for d in dots), (1, tail)] if data]
+
+    def feeding(self, size: int) -> str:
+        """The command that writes the first bytes of outbox into the shell."""
+        piece = base64.b64encode(self.outbox[:size]).decode()
+        del self.outbox[:size]
+        return f"echo {piece} | base64 -d >{self.folder}/in"
+
+    def interrupt(self):
+        self.execute(f"{self.feeding(len(self.outbox))}; kill -PWR $(cat {self.folder}/pid)", 60)
+
+    def post_mortem(self, last_words):
+        return sandbox.SandboxKilled("the agent ended its shell, or emptied /tmp")
+
+    def close(self):
+        """Ends the shell; the agent's own processes go on, as the verifier may want them."""
+        with contextlib.suppress(InfraError):  # Harbor ends the container soon
+            self.execute(f"cd {self.folder} && read -r p <pid && kill -9 $p $(cat /proc/$p/task/$p/children); "
+                         f"rm -rf {self.folder}", 60)
+        self.execute = lambda command, seconds: (0, "")  # closed as box and as channel
+
+
+class HarborSandbox(sandbox.Sandbox):
+    """sandbox.py's living shell in an environment of Harbor's, which grades by itself."""
+
+    def __init__(self, task, execute):
+        self.task, self.limits, self.execute = task, limits_of(task), execute
+        self.box = self.channel = self.fault = None
+
+    def start(self):
+        self.control, self.spill = b"", b""
+        self.status, self.flags, self.snapshot, self.mark = 0, "", b"", b"0:0"
+        self.box = self.channel = HarborShell(self.execute)
+        self.box.start()
+        if self._frame(b":", sandbox.Capture(), time.monotonic() + 60) != "end":
+            raise InfraError("the shell in Harbor's environment did not come up within 60 s")
+        return self
+
+    def grade(self):
+        return sandbox.Grade(None, "Harbor's verifier grades")
+
+
+try:  # where the harbor package is installed, which is not among our requirements
+    from harbor.agents.base import BaseAgent
+    from harbor.agents.capabilities import AgentCapabilities
+    from harbor.agents.options import AgentOptions
+except ImportError:
+    BaseAgent = None
+
+if BaseAgent:
+    class Options(AgentOptions):
+        """--ak NAME=VALUE; defaults are the paper's evaluation's, as in eval.py run."""
+
+        engine: str = "torch"
+        seed: int = 0
+        command_s: float = sandbox.LIMITS["command_s"]
+        temperature: float = 0.7
+        top_p: float = 0.95
+        max_turns: int = 64
+        max_turn_tokens: int = 16_384
+        max_tokens: int = 65_536
+        max_prompt_tokens: int = 2_048
+
+    class HarborAgent(BaseAgent):
+        """Our harness in any of Harbor's environments: run_episode with its prompt, parser and token book-keeping.
+
+            PYTHONPATH=. harbor run -p DIR -a extras.harbor:HarborAgent -m MODEL -e docker --ak engine=chat:URL
+
+        engine: as rollout.py's --engine; MODEL: as its --model. The trial's agent/ folder gets rollout.jsonl (one
+        record, as rollout.py writes it, the reward left to Harbor) and trajectory.json (ATIF).
+        """
+
+        capabilities = AgentCapabilities(atif=True)
+        options_model = Options
+
+        @staticmethod
+        def name():
+            return "tmax"
+
+        def version(self):
+            return "1"
+
+        async def setup(self, environment):
+            """Nothing is installed: the model is asked from here, and the shell is the container's own bash."""
+
+        async def run(self, instruction, environment, context):
+            loop, stopped = asyncio.get_running_loop(), threading.Event()
+
+            def execute(command, seconds):
+                if stopped.is_set():
+                    raise InfraError("Harbor has ended the agent")
+                run = environment.exec(f"bash -c {shlex.quote(command)}", timeout_sec=seconds)
+                try:
+                    result = asyncio.run_coroutine_threadsafe(run, loop).result(seconds + 60)
+                except Exception as e:  # every environment has its own
+                    raise InfraError(f"Harbor's environment: {type(e).__name__}: {e}") from e
+                return result.return_code, (result.stdout or "") + (result.stderr or "")
+
+            episode = asyncio.ensure_future(asyncio.to_thread(self.play, instruction, execute, stopped, context))
+            try:
+                await asyncio.shield(episode)
+            except asyncio.CancelledError:  # Harbor's time limit: what there is gets written
+                stopped.set()
+                await asyncio.wait([episode], timeout=10)
+                raise
+
+        def play(self, instruction, execute, stopped, context):
+            """One episode, in a thread of its own; fills Harbor's context and the trial's files."""
+            said = self.options.model_dump()
+            sampling = rollout.Sampling(**{key: said[key] for key in rollout.Sampling._fields})
+            which = said["engine"], self.model_name  # one engine for all trials of a job
+            engine, chat = sandbox.once(("engine", *which), lambda: rollout.make_engine(*which))
+            limits = {"agent_s": math.inf, "command_s": said["command_s"]}  # the episode's time is Harbor's to limit
+            task = {"id": self.session_id or "task", "instruction": instruction, "limits": limits}
+            record = rollout.run_episode(task, engine, chat, sampling, seed=said["seed"], sample=0,
+                                         model=self.model_name, box=HarborSandbox(task, execute))
+            record["reward"] = None
+            if stopped.is_set():
+                record["end"] = "agent_timeout"
+            with sandbox.JsonlWriter(self.logs_dir / "rollout.jsonl") as out:
+                out.write(record)
+            trajectory = atif(record)
+            (self.logs_dir / "trajectory.json").write_text(json.dumps(trajectory))
+            if "token_ids" in record:
+                turns = list(token_turns(record))
+                context.n_input_tokens = sum(start for start, _ in turns)
+                context.n_output_tokens = sum(end - start for start, end in turns)
+                context.rollout_details = [{
+                    "prompt_token_ids": [record["token_ids"][:start] for start, _ in turns],
+                    "completion_token_ids": [record["token_ids"][start:end] for start, end in turns],
+                    "logprobs": [record["logprobs"][start:end] for start, end in turns]}]
+            context.metadata = {key: record[key] for key in ("end", "turns", "times", "error")}
+            if record["end"] == "infra_error":
+                raise InfraError(record["error"])  # Harbor counts it as an error of the trial
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 4. ATIF, Harbor's format of trajectories
+# ------------------------------------------------------------------------------------------------------------
+
+
+def token_turns(record: dict):
+    """(start, end) in token_ids of every turn that the model sampled: the runs of ones in the loss mask."""
+    mask = [0, *record["loss_mask"], 0]
+    edges = [i for i in range(len(mask) - 1) if mask[i] != mask[i + 1]]
+    return zip(edges[::2], edges[1::2])
+
+
+def atif(record: dict) -> dict:
+    """A rollout or eval row as an ATIF trajectory; ValueError where it has no messages.
+
+    A step is a message: system, user, or a turn of the model with its calls and what they gave. Where the record
+    has tokens, metrics has those of the turn with their log-probs, and metrics.extra.context_token_ids those that
+    came between it and the turn before (or the prompt): one after the other they are the episode, each token once.
+    """
+    messages = record.get("messages") or []
+    if [m.get("role") for m in messages[:2]] != ["system", "user"]:
+        raise ValueError("it has no messages")
+    steps, position = [], 0
+    turns = list(token_turns(record)) if "token_ids" in record else []
+    for message in messages:
+        if message["role"] != "assistant":
+            if message["role"] == "tool":
+                steps[-1].setdefault("observation", {"results": []})["results"].append({"content": message["content"]})
+            else:
+                steps.append({"source": message["role"], "message": message["content"]})
+            continue
+        step = {"source": "agent", "message": message.get("content") or "", "llm_call_count": 1}
+        if message.get("reasoning_content"):
+            step["reasoning_content"] = message["reasoning_content"]
+        if turns:
+            start, end = turns.pop(0)
+            logprobs = record["logprobs"][start:end]
+            step["metrics"] = {
+                "prompt_tokens": start, "completion_tokens": end - start,
+                "completion_token_ids": record["token_ids"][start:end],
+                **({"logprobs": logprobs} if None not in logprobs else {}),  # rollouts of a chat API have none
+                "extra": {"context_token_ids": record["token_ids"][position:start]}}
+            position = end
+        steps.append(step)
+    agent_steps = [step for step in steps if step["source"] == "agent"]
+    for number, (step, message) in enumerate(zip(agent_steps, (m for m in messages if m["role"] == "assistant"))):
+        add_calls(step, message, number)
+    for number, step in enumerate(steps, 1):
+        step["step_id"] = number
+    id = f"{record.get('task_id')}__{record.get('attempt', record.get('sample', 0))}"
+    metrics = [step["metrics"] for step in agent_steps if "metrics" in step]
+    totals = {f"total_{kind}_tokens": sum(m[f"{kind}_tokens"] for m in metrics) for kind in ("prompt", "completion")}
+    kept = ("messages", "token_ids", "loss_mask", "logprobs", "trainer_logprobs")
+    return {"schema_version": "ATIF-v1.7", "session_id": id, "trajectory_id": id,
+            "agent": {"name": "tmax", "version": "1", "model_name": record.get("model") or "unknown",
+                      "tool_definitions": [rollout.TOOL]},
+            "steps": steps, "final_metrics": {"total_steps": len(steps), **(totals if metrics else {})},
+            "extra": {key: value for key, value in record.items() if key not in kept}}
+
+
+def add_calls(step: dict, message: dict, number: int):
+    """The turn's calls as ATIF has them, and with each result the call that it answers."""
+    if message.get("tool_calls"):
+        calls = [rollout.check_call(c["function"].get("name"), c["function"].get("arguments"))
+                 for c in message["tool_calls"]]
+    else:
+        format = "qwen3_xml" if "<function=" in step["message"] else "hermes"
+        calls = rollout.parse_calls(step["message"], format)
+    results = step.get("observation", {}).get("results", [])
+    if results and len(calls) != len(results):
+        calls = []  # the one result says that there was no call: what looks like one was a draft
+    if calls:
+        step["tool_calls"] = []
+    for i, call in enumerate(calls):
+        arguments = {} if call.command is None else {"command": call.command}
+        error = {"extra": {"error": call.error}} if call.error else {}
+        step["tool_calls"].append({"tool_call_id": f"call_{number}_{i}", "function_name": "bash",
+                                   "arguments": arguments, **error})
+        if results:
+            results[i] = {"source_call_id": f"call_{number}_{i}", **results[i]}
+
+
+def export_atif(path: str, out: str) -> int:
+    """Writes an ATIF file for every record of a JSONL file; says how many. Harbor's own models have a look where
+    Harbor is installed."""
+    trajectories = []
+    for number, record in sandbox.numbered_records(path):
+        try:
+            trajectory = atif(record)
+            text = json.dumps(trajectory, allow_nan=False)
+            if BaseAgent:
+                from harbor.models.trajectories import Trajectory
+                Trajectory.model_validate(trajectory)
+        except ValueError as e:
+            raise ValueError(f"{path}:{number}: {e}") from None
+        name = re.sub(r"[^\w.-]", "_", trajectory["trajectory_id"])[:150]
+        trajectories.append((Path(out) / f"{number:06d}-{name}.json", text))
+    if not trajectories:
+        raise ValueError(f"{path} has no records")
+    if there := [str(file) for file, _ in trajectories if file.exists()]:
+        raise ValueError(f"{there[0]} is there already; choose another folder")
+    Path(out).mkdir(parents=True, exist_ok=True)
+    for file, text in trajectories:
+        file.write_text(text, encoding="utf-8")
+    return len(trajectories)
