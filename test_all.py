@@ -3565,3 +3565,205 @@ def test_a_broken_tarball_is_one_clear_line(broken, tmp_path, capsys, monkeypatc
     tarball = path if broken != "missing" else tmp_path / "nowhere"
     code, _ = cli(capsys, monkeypatch, gen, "import-tmax", rows, tarball, "--out", tmp_path / "t.jsonl")
     assert str(code).startswith("gen.py import-tmax: ") and "\n" not in code and not (tmp_path / "t.jsonl").exists()
+
+
+# ------------------------------------------------------------------------------------------------ Harbor's agent
+
+def docker_exec(*more):
+    """A container that Harbor might have started, and its exec: a function(command, seconds) -> (exit code, output)."""
+    need("docker")
+    run = ["docker", "run", "-d", "--rm", "-w", "/app", *more, "tmax-base:core", "sleep", "600"]
+    name = subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
+
+    def execute(command, seconds):
+        execute.count += 1
+        done = subprocess.run(["docker", "exec", "-u", "user", name, "bash", "-c", command], capture_output=True, text=True,
+                              timeout=seconds)
+        return done.returncode, done.stdout + done.stderr
+
+    execute.name, execute.count = name, 0
+    return execute
+
+
+@pytest.fixture(scope="module")
+def stateless():
+    execute = docker_exec()
+    yield execute
+    subprocess.run(["docker", "kill", execute.name], stdout=subprocess.DEVNULL)
+
+
+@pytest.fixture(scope="module")
+def distant(stateless):
+    """A living shell that is reached by single commands alone."""
+    box = harbor.HarborSandbox({"id": "t", "limits": {}}, stateless).start()
+    yield box
+    box.close()
+    assert "shell" not in stateless("ls -a /tmp", 10)[1]
+
+
+def test_a_distant_shell_lives_on_and_a_command_takes_one_look(distant, stateless):
+    assert distant.run("pwd; whoami; cd /tmp; x=5; export Y=6; f() { echo f$1; }; sleep 100 &").output == "/app\nuser\n"
+    before = stateless.count
+    assert distant.run("pwd; echo $x $Y; f 1; jobs -p | wc -l") == Result("/tmp\n5 6\nf1\n1\n", 0, False)
+    assert stateless.count == before + 1
+    assert distant.run("kill %1; cd /app; false").exit_code == 1 and distant.run("echo $?").output == "1\n"
+
+
+@pytest.mark.parametrize("command, want", [
+    ("printf foo", Result("foo", 0, False)), ("echo a >/dev/stdout; echo b >/dev/stderr", Result("a\nb\n", 0, False)),
+    ("cat; read x; echo [$x]", Result("[]\n", 0, False)), ("printf 'ü\\0\\xff\\n'", Result("ü\0\ufffd\n", 0, False)),
+    ("cat <<'E' | wc -c\n" + "x" * 200_000 + "\nE", Result("200001\n", 0, False)),
+    ("echo @@gone@@; echo @@1 1 1,,,@@", Result("@@gone@@\n@@1 1 1,,,@@\n", 0, False)),
+    ("(exit 3)", Result("", 3, False)), ("set -e; false; echo no", Result(sandbox.RESTARTED, 1, False)),
+    ("kill -9 $$", Result(sandbox.RESTARTED, 137, False)), ("exit 3", Result(sandbox.RESTARTED, 3, False))])
+def test_commands_in_a_distant_shell(distant, command, want):
+    assert distant.run(command) == want
+    assert distant.run("pwd; echo on") == Result("/app\non\n", 0, False)
+
+
+@pytest.mark.parametrize("count", [50_000, 5_000_000])
+def test_a_flood_in_a_distant_shell_is_counted_in_characters(distant, count):
+    got = distant.run(f"yes é | head -n {count} | tr -d '\\n'", 60)
+    assert len(got.output) == 10_000 + len(f"\n[... {count - 10_000} characters elided ...]\n")
+    assert count > harbor.EXACT // 2 or f"[... {count - 10_000} characters elided ...]" in got.output
+
+
+def test_a_timeout_in_a_distant_shell_kills_what_the_command_started(distant):
+    distant.run("cd /tmp; export Y=7; sleep 101 &")
+    got = distant.run("echo partial; trap '' TERM; sleep 102 | cat", 2)
+    assert (got.exit_code, got.timed_out) == (124, True) and got.output.startswith("partial\n")
+    assert distant.run("pwd; echo $Y; ps -e -o args | grep -c '[s]leep 10[12]'; cd /app").output == "/tmp\n7\n1\n"
+
+
+def test_a_distant_shell_that_the_agent_ends_is_the_agents_fault_and_a_lost_container_is_ours():
+    execute = docker_exec()
+    box = harbor.HarborSandbox({"id": "t", "limits": {}}, execute).start()
+    with pytest.raises(SandboxKilled, match="ended its shell"):
+        box.run("kill -9 -1", 20)
+    box = harbor.HarborSandbox({"id": "t", "limits": {}}, execute).start()
+    subprocess.run(["docker", "kill", execute.name], stdout=subprocess.DEVNULL)
+    with pytest.raises(InfraError, match="Harbor's environment"):
+        box.run("echo on", 5)
+    box.close()
+    with pytest.raises(InfraError, match="no shell"):
+        harbor.HarborSandbox({"id": "t", "limits": {}}, execute).start()
+
+
+def test_an_episode_in_a_distant_shell_is_graded_by_harbor(stateless):
+    engine = SaysMessages(call_message("cd /tmp; x=1"), call_message("pwd; echo $x"), call_message(SUBMIT))
+    r = run_episode({"id": "t", "instruction": "", "limits": {"agent_s": math.inf}}, engine, None, Sampling(),
+                    box=harbor.HarborSandbox({"id": "t"}, stateless))
+    assert (r["end"], r["reward"], r["turns"]) == ("submitted", None, 3)
+    assert [m["content"] for m in r["messages"] if m["role"] == "tool"][1] == "/tmp\n1\n[exit code 0]"
+
+
+# ------------------------------------------------------------------------------------------------ ATIF
+
+def from_atif(trajectory):
+    """(token ids, loss mask, log-probs) of a trajectory."""
+    ids, mask, logprobs = [], [], []
+    for metrics in (s["metrics"] for s in trajectory["steps"] if "metrics" in s):
+        for part, sampled in ((metrics["extra"]["context_token_ids"], 0), (metrics["completion_token_ids"], 1)):
+            assert not sampled or len(ids) == metrics["prompt_tokens"]
+            ids, mask = ids + part, mask + [sampled] * len(part)
+        logprobs += [None] * len(metrics["extra"]["context_token_ids"]) + metrics.get("logprobs", [None] * len(part))
+    return ids, mask, logprobs
+
+
+@pytest.fixture(scope="module")
+def episodes(bwrap, hermes, folders):
+    """A rollout by tokens for each tool format, one by messages, and one by messages with tokens added afterwards."""
+    xml = Chat(folders["qwen3_xml"])
+    said = [call_message("echo a", "echo b", content="Two."), {"role": "assistant", "content": "", "reasoning_content": "Hm.",
+            "tool_calls": [{"id": "x", "function": {"name": "bash", "arguments": "{"}}]}, call_message(SUBMIT)]
+    by_tokens = [play(bash_task(), SaysTokens(chat, calls_of(chat, "echo a", "echo b", text="Two."), "no call",
+                                              calls_of(chat, SUBMIT)), chat) for chat in (hermes, xml)]
+    return [*by_tokens, play(bash_task(), SaysMessages(*said)), play(bash_task(), SaysMessages(*said), hermes)]
+
+
+def test_a_trajectory_has_every_token_once_and_every_call_with_its_result(episodes):
+    for r, last_call in zip(episodes, (0, 0, 1, 1)):
+        t = json.loads(json.dumps(harbor.atif(r)))
+        assert [s["source"] for s in t["steps"]] == ["system", "user", "agent", "agent", "agent"]
+        assert [s["step_id"] for s in t["steps"]] == [1, 2, 3, 4, 5] and t["steps"][1]["message"] == r["messages"][1]["content"]
+        first, second, third = t["steps"][2:]
+        assert [c["arguments"] for c in first["tool_calls"]] == [{"command": "echo a"}, {"command": "echo b"}]
+        assert [(o["source_call_id"], o["content"]) for o in first["observation"]["results"]] == [
+            (first["tool_calls"][0]["tool_call_id"], "a\n[exit code 0]"), (first["tool_calls"][1]["tool_call_id"], "b\n[exit code 0]")]
+        assert ("tool_calls" in second) == bool(last_call) and "[error" in second["observation"]["results"][0]["content"]
+        assert third["tool_calls"][0]["arguments"] == {"command": SUBMIT} and t["extra"]["reward"] == r["reward"]
+        if "token_ids" in r:
+            assert from_atif(t) == (r["token_ids"], r["loss_mask"], r["logprobs"])
+            assert t["final_metrics"]["total_completion_tokens"] == sum(r["loss_mask"])
+
+
+def test_export_atif_as_a_command(episodes, tmp_path, capsys, monkeypatch):
+    rows = [r | {"task_id": f"../{i}/x", "attempt": i} for i, r in enumerate(episodes)]
+    path = write_jsonl(tmp_path / "r.jsonl", rows)
+    code, said = cli(capsys, monkeypatch, evaluation, "export-atif", path, tmp_path / "out")
+    files = sorted((tmp_path / "out").iterdir())
+    assert code == 0 and f"{len(rows)} trajectories" in said and len(files) == len(rows)
+    assert [json.loads(f.read_text())["extra"]["task_id"] for f in files] == [r["task_id"] for r in rows]
+    for records, words in ((rows, "already"), ([{"model": "m", "task_id": "t", "reward": 1}], "r.jsonl:1: it has no messages"),
+                           ([rows[0] | {"logprobs": [math.nan] * len(rows[0]["logprobs"])}], "r.jsonl:1: "), ([], "no records")):
+        write_jsonl(tmp_path / "r.jsonl", records)
+        code, _ = cli(capsys, monkeypatch, evaluation, "export-atif", path, tmp_path / ("out" if records == rows else "new"))
+        assert code.startswith("eval.py: ") and words in code and not (tmp_path / "new").exists()
+
+
+# ------------------------------------------------------------------------------------------------ the real Harbor
+
+@pytest.fixture(scope="module")
+def harbor_python():
+    """A Python that has harbor: HARBOR_PYTHON=/path/to/venv/bin/python (3.12, `pip install harbor==0.26.*` and this
+    project's numpy, requests, tqdm). Without it these tests are skipped, in CI too."""
+    if not os.environ.get("HARBOR_PYTHON"):
+        pytest.skip("HARBOR_PYTHON names no Python with harbor")
+    return os.environ["HARBOR_PYTHON"]
+
+
+def in_harbor(python, code, *args):
+    done = subprocess.run([python, "-W", "ignore", "-c", textwrap.dedent(code), *map(str, args)], capture_output=True, text=True,
+                          cwd=ROOT, env=os.environ | {"PYTHONPATH": ROOT})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_harbors_own_models_take_our_trajectories(harbor_python, episodes, tmp_path):
+    path = write_jsonl(tmp_path / "r.jsonl", [r | {"sample": i} for i, r in enumerate(episodes)])
+    out = in_harbor(harbor_python, """
+        import json, pathlib, sys
+        from harbor.models.trajectories import Trajectory
+        from extras.harbor import export_atif
+        export_atif(sys.argv[1], sys.argv[2])                # which looks itself, where harbor is installed
+        for file in sorted(pathlib.Path(sys.argv[2]).iterdir()):
+            ours = json.loads(file.read_text())
+            print(Trajectory.model_validate(ours).to_json_dict() == ours)
+        """, path, tmp_path / "out")
+    assert out.split() == ["True"] * len(episodes)
+
+
+def test_harbor_reads_the_folders_as_we_do(harbor_python, tmp_path):
+    """What we export, and the hand-written variants: the same user, limits and network in Harbor's own models."""
+    for i, (toml, files, _) in enumerate(HARBOR_VARIANTS.values()):
+        harbor_folder(tmp_path / f"in/{i}", toml, **files)
+    tasks, problems = harbor.import_harbor(tmp_path / "in")
+    harbor.export_harbor([FULL_TASK, task_of()], tmp_path / "in")
+    said = json.loads(in_harbor(harbor_python, """
+        import json, pathlib, sys
+        from harbor.models.task.task import Task
+        said = {}
+        for folder in pathlib.Path(sys.argv[1]).iterdir():
+            task = Task(folder)
+            c = task.config
+            said[folder.name] = [c.agent.user, c.agent.timeout_sec, c.verifier.timeout_sec, c.environment.cpus,
+                                 c.environment.memory_mb, c.environment.network_mode.value == "public", task.instruction]
+        print(json.dumps(said))
+        """, tmp_path / "in"))
+    assert problems == [] and len(said) == len(HARBOR_VARIANTS) + 2
+    for task in [*tasks, FULL_TASK, task_of()]:
+        user, *limits, instruction = said[task["id"]]
+        for key, value in zip(("agent_s", "verifier_s", "cpus", "memory_mb", "network"), limits):
+            assert value is None or value == sandbox.limits_of(task)[key], (task["id"], key)
+        assert instruction.replace("\r\n", "\n") == task["instruction"].replace("\r\n", "\n")
+        assert user is None or str(user).replace("0", "root") in (sandbox.user_of(task), "1rootrootroot")

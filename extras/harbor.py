@@ -564,7 +564,7 @@ echo $! >pid; echo "@@up@@"
 # its byte $4, and out the nonce $6, and tells what is new since $4 and $5. Of a flood it tells both ends and how many
 # characters lie between.
 LOOK = r"""
-cd "$1" && kill -0 "$(<pid)" || { echo "@@gone@@"; exit; }
+cd "$1" && [[ -e /proc/$(<pid)/fd/0 ]] || { echo "@@gone@@"; exit; }  # a zombie has none
 [[ -z $2 ]] || base64 -d <<<"$2" >in
 for ((i = seen = 0; i < $3; i++)); do
   whole= marked=
