@@ -3,6 +3,7 @@
     python eval.py run --tasks test.jsonl --model ckpt --attempts 5 --out eval.jsonl   # plays and grades
     python eval.py report eval.jsonl [more.jsonl ...] [--json]                         # means, errors, pass@k
     python eval.py plot runs/demo --out curve.png                                      # learning curves
+    python eval.py export-atif rollouts.jsonl DIR                                      # trajectories for Harbor
 
 `run` plays every task several times through rollout.py, with the paper's evaluation settings, and grades
 every episode. `report` groups rows by model; a row needs only model, task_id and reward, so results from
@@ -24,6 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 import rollout
+from extras.harbor import export_atif
 from sandbox import InfraError, JsonlWriter, read_jsonl, resolve_backend
 
 TOKEN_FIELDS = ("token_ids", "loss_mask", "logprobs", "policy_versions")
@@ -239,6 +241,11 @@ def main():
     p.add_argument("runs", nargs="+", help="folders with metrics.jsonl")
     p.add_argument("--out", required=True, help="PNG")
     p.set_defaults(function=plot)
+
+    p = commands.add_parser("export-atif", help="rollouts or eval rows as Harbor's trajectories")
+    p.add_argument("file", help="rollouts.jsonl or eval.jsonl")
+    p.add_argument("dir", help="gets a JSON file a record")
+    p.set_defaults(function=lambda args: print(f"{args.dir}: {export_atif(args.file, args.dir)} trajectories"))
 
     args = parser.parse_args()
     try:

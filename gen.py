@@ -6,6 +6,9 @@
     python gen.py make --specs specs.jsonl --base-url https://host/v1 --model gpt-x --out tasks.jsonl
     python gen.py check tasks.jsonl --check solve
     python gen.py stats tasks.jsonl --against benchmark/ --plot domains.png
+    python gen.py export-harbor tasks.jsonl DIR
+    python gen.py import-harbor DIR --out tasks.jsonl
+    python gen.py import-tmax rows.jsonl task-data.tar.gz --out tasks.jsonl
 
 builtin   the demo's families (builtin/families.py); no LLM, no network; same arguments, same bytes
 sample    specs of tasks: one value from each axis of taxonomy.json, which an LLM then turns into a task
@@ -13,6 +16,7 @@ bases     builds the images of Dockerfile.base that tasks start from
 make      has a language model write a task for each spec, and keeps those that build, fail and can be solved
 check     tries the tasks of any file in the same way
 stats     what a corpus is made of: balance over the axes, lengths, overlap with a benchmark
+*-harbor  Harbor's task folders, out and in; import-tmax: the published TMax-15K (extras/harbor.py)
 """
 import argparse
 import ast
@@ -21,6 +25,7 @@ import json
 import math
 import os
 import random
+import re
 import statistics
 import string
 import sys
@@ -38,7 +43,9 @@ from tqdm import tqdm
 import rollout
 import sandbox
 from builtin.families import FAMILIES, make_task
-from sandbox import InfraError, docker_api, docker_errors, docker_hosts, file_bytes, numbered_records
+from extras.harbor import export_harbor, import_harbor, import_tmax
+from sandbox import (InfraError, docker_api, docker_errors, docker_hosts, file_bytes, load_tasks,
+                     numbered_records, read_jsonl)
 
 HERE = Path(__file__).parent
 
@@ -918,8 +925,9 @@ def checked_specs(specs, taxonomy, source):
         for axis in STRUCTURE:
             if axes[axis] not in axis_values(taxonomy, axis):
                 raise ValueError(f"{source}: spec {name}: the taxonomy has no {axis} {axes[axis]!r}")
-        if rule := clashes(taxonomy, axes):
-            raise ValueError(f"{source}: spec {name}: its values do not go together: {rule['why']}")
+        for rule in taxonomy["incompatible"]:
+            if all(axes[axis] in values for axis, values in rule.items() if axis != "why"):
+                raise ValueError(f"{source}: spec {name}: its values do not go together: {rule['why']}")
         for axis in ("fixture", "verifier"):
             if axes[axis] != "text_only":
                 recipe(axes[axis], axis + "s")
@@ -1132,6 +1140,34 @@ def stats(args):
 
 
 # ------------------------------------------------------------------------------------------------------------
+# export-harbor, import-harbor, import-tmax
+
+def export_to_harbor(args):
+    try:
+        tasks = load_tasks(args.tasks)
+        export_harbor(tasks, args.dir)
+    except (ValueError, OSError) as e:
+        sys.exit(f"gen.py export-harbor: {e}")
+    print(f"{args.dir}: {len(tasks)} task folders")
+
+
+def import_from(name, read):
+    """Writes what `read()` gives, (tasks, what could not be imported); it fails only if nothing could."""
+    def run(args):
+        try:
+            tasks, problems = read(args)
+            for problem in problems:
+                print(f"left out: {problem}", file=sys.stderr)
+            if not tasks:
+                raise ValueError("nothing could be imported")
+            write_tasks(args.out, tasks)
+        except (ValueError, OSError) as e:
+            sys.exit(f"gen.py {name}: {e}")
+        print(f"{args.out}: {len(tasks)} tasks; {len(problems)} left out")
+    return run
+
+
+# ------------------------------------------------------------------------------------------------------------
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
@@ -1203,6 +1239,23 @@ def main():
     p.add_argument("--plot", metavar="PNG", help="draw the composition by domain")
     p.add_argument("--taxonomy", default=TAXONOMY, help="another file of axes")
     p.set_defaults(run=stats)
+
+    p = commands.add_parser("export-harbor", help="write tasks as Harbor's folders")
+    p.add_argument("tasks", help="tasks.jsonl")
+    p.add_argument("dir", help="gets a folder a task")
+    p.set_defaults(run=export_to_harbor)
+
+    p = commands.add_parser("import-harbor", help="read Harbor's task folders")
+    p.add_argument("dir", help="a task folder, or a folder of them")
+    p.add_argument("--out", required=True, help="the JSONL file to write")
+    p.set_defaults(run=import_from("import-harbor", lambda args: import_harbor(args.dir)))
+
+    p = commands.add_parser("import-tmax", help="read the published TMax-15K")
+    p.add_argument("rows", help="its rows as JSONL: {messages, ground_truth, env_config: {image}}")
+    p.add_argument("tarball", help="its task-data.tar.gz: ID/instruction.md, ID/tests/test.sh, ...")
+    p.add_argument("--out", required=True, help="the JSONL file to write")
+    p.set_defaults(run=import_from(
+        "import-tmax", lambda args: import_tmax(read_jsonl(args.rows), args.tarball)))
 
     args = parser.parse_args()
     try:

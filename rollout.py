@@ -484,12 +484,14 @@ def run_episode(
     model: str = "",
     backend: str = "auto",
     grade: str = "always",
+    box: Sandbox | None = None,
 ) -> dict:
     """Plays one episode and returns its Rollout record (DESIGN "Records").
 
     engine: a TorchEngine with `chat` (token ids in and out), or one with `complete` (messages in and out);
     with the latter, a `chat` adds token ids to the record afterwards.
     grade: "always", or "submitted", where an episode that ends otherwise has reward 0 (RECIPE section 3).
+    box: where it happens, not yet started; by default a new sandbox of `backend`.
     What is ours to fix ends as infra_error with reward None, what the agent did to itself with reward 0. """
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task["instruction"]}]
     ids, mask, logprobs, versions, past = [], [], [], [], None
@@ -505,7 +507,7 @@ def run_episode(
         finally:
             times[name] += time.perf_counter() - start
 
-    box = Sandbox(task, backend)
+    box = box or Sandbox(task, backend)
     try:
         if by_tokens:
             ids = chat.prompt_ids(messages)

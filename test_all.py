@@ -20,6 +20,7 @@ import dppo, eval as evaluation, gen, rollout, sandbox, sft
 from builtin import families, tiny
 from builtin.engine import TorchEngine
 from builtin.families import FAMILIES
+from extras import harbor
 from rollout import MARKER, SUBMIT, SYSTEM, TOOL, Call, Chat, Sampling, Turn, parse_calls, run_episode
 from sandbox import (AgentFault, Grade, InfraError, JsonlWriter, Result, Sandbox, SandboxKilled, TaskError,
                      VerifierFailed, check_task, docker_hosts, load_tasks,
@@ -4829,3 +4830,572 @@ def test_stats_drops_a_torn_last_line(tmp_path, capsys, monkeypatch):
     with pytest.warns(UserWarning, match="torn last line"):
         code, said = cli(capsys, monkeypatch, gen, "stats", tmp_path / "t")
     assert code == 0 and ": 1 tasks" in said
+# ================================================================================================ extras/harbor.py
+
+BASE_TOML = 'version = "1.0"\n\n[metadata]\ndifficulty = "easy"\n\n[agent]\ntimeout_sec = 900.0\n'
+HARBOR_FOLDER = {"task.toml": BASE_TOML, "instruction.md": "Write done to /app/done.txt.\n",
+                 "environment/Dockerfile": "FROM tmax-base:core\nWORKDIR /app\nCOPY notes.txt /app/\n",
+                 "environment/notes.txt": "a note\n", "tests/test.sh": f"#!/bin/bash\n{REWARD_DONE}\n",
+                 "solution/solve.sh": "#!/bin/bash\necho done >/app/done.txt\n"}
+
+
+def harbor_folder(path, toml=None, take=(), **more):
+    """A task folder written by hand. more: {"path__with": content} with __ for /, bytes or text."""
+    files = HARBOR_FOLDER | ({"task.toml": toml} if toml is not None else {}) | more
+    for name, content in files.items():
+        file = path / name.replace("__", "/")
+        if name not in take:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content.encode() if isinstance(content, str) else content)
+            file.chmod(0o755 if name.endswith(".sh") else 0o644)
+    return path
+
+
+def on_disk(path):
+    """{path below: (bytes, executable)} of a folder."""
+    return {p.relative_to(path).as_posix(): (p.read_bytes(), bool(p.stat().st_mode & 0o100))
+            for p in sorted(path.rglob("*")) if p.is_file()}
+
+
+def harbor_there_and_back(task, tmp_path):
+    harbor.export_harbor([task], tmp_path / "out")
+    tasks, problems = harbor.import_harbor(tmp_path / "out" / task["id"])
+    assert problems == []
+    return tasks[0]
+
+
+FULL_TASK = {
+    "id": "a task-1", "instruction": "Dó it.\n<!-- now -->\n\n'quoted' \\ \"too\"\r\n",
+    "dockerfile": "FROM tmax-base:core\r\nCOPY . /app/\n",
+    "files": {"a b/ü.txt": {"text": "x\u2028y\r\n"}, "raw": {"b64": base64.b64encode(bytes(range(256))).decode()},
+              "run": {"text": "#!/bin/sh\n", "mode": "755"}, "plain.sh": {"text": "", "mode": 0o644},
+              "ascii": {"b64": "YWJj"}, "secret": {"text": "s", "mode": "0600"}, "odd": {"text": "\ud800"},
+              "same": {"text": "", "mode": "0644"}, ".dockerignore": {"text": "*.o"}},
+    "tests": {"test.sh": {"text": "#!/bin/bash -e\nexit\n"}, "data/x.bin": {"b64": "//4="}},
+    "solution": {"solve.sh": {"text": "#!/usr/bin/env python3\n"}},
+    "axes": {"domain": "security", "none": None, "list": [1, 2.5, "it's", "\x7f", "😀"]}, "knob": {"n": 3},
+    "user": "root", "limits": {"agent_s": 60.5, "command_s": 5, "cpus": 0.5, "memory_mb": 512, "network": True}}
+TASK_VARIANTS = {
+    "everything": {}, "as it comes": {"limits": {}, "user": "user"}, "no solution": {"solution": {}},
+    "solution None": {"solution": None}, "no files": {"files": {}}, "memory in parts": {"limits": {"memory_mb": 99.5}},
+    "default limits": {"limits": dict(sandbox.LIMITS)}, "no limits": {"limits": None}}
+
+
+@pytest.mark.parametrize("name", TASK_VARIANTS)
+def test_a_task_exported_and_imported_again_is_the_same(name, tmp_path):
+    task = FULL_TASK | TASK_VARIANTS[name]
+    assert harbor_there_and_back(task | {"demos": [{"commands": ["x"], "right": True}]}, tmp_path) == task
+    assert b"demos" not in (tmp_path / "out/a task-1/task.toml").read_bytes()
+
+
+def test_tasks_that_say_little_come_back_without_more(tmp_path):
+    least = {"id": "t", "instruction": "", "dockerfile": "FROM x", "files": {}, "tests": {"test.sh": {"text": ""}}}
+    assert harbor_there_and_back(least, tmp_path) == least
+
+
+def test_builtin_tasks_come_back_from_the_command_line(tmp_path, capsys, monkeypatch):
+    tasks = gen.builtin_tasks(18, 0, "train", list(FAMILIES))
+    path, out, back = write_jsonl(tmp_path / "t.jsonl", tasks), tmp_path / "out", tmp_path / "back.jsonl"
+    assert cli(capsys, monkeypatch, gen, "export-harbor", path, out)[0] == 0
+    assert len(list(out.iterdir())) == 18 and not list(out.glob("*/demos*"))
+    code, said = cli(capsys, monkeypatch, gen, "import-harbor", out, "--out", back)
+    assert code == 0 and "18 tasks; 0 left out" in said
+    assert sorted(load_tasks(back), key=lambda t: t["id"]) == sorted(
+        [{k: v for k, v in t.items() if k != "demos"} for t in tasks], key=lambda t: t["id"])
+
+
+HARBOR_VARIANTS = {  # task.toml, files beside it, what of the record it must give
+    "1.0": (BASE_TOML, {}, {"limits": {"agent_s": 900, "network": True}, "user": "root", "axes": None}),
+    "no version": ("", {}, {"limits": {"network": True}}),
+    "1.0 in the wild": ('version = "1.0"\n[verifier]\ntimeout_sec = 120.0\n[agent]\ntimeout_sec = 300.0\n[environment]\n'
+                        'build_timeout_sec = 600.0\ncpus = 2\nmemory = "4G"\nstorage = "10G"\n', {},
+                        {"limits": {"agent_s": 300, "verifier_s": 120, "cpus": 2, "memory_mb": 4096, "network": True}}),
+    "1.1": ('schema_version = "1.1"\nartifacts = []\n[task]\nname = "tb/x"\ndescription = ""\n[[task.authors]]\nname = "n"\n'
+            '[environment]\ncpus = 0.5\nmemory_mb = 2048\ngpus = 0\nallow_internet = false\nmcp_servers = []\n'
+            '[verifier.env]\n[environment.env]\n[solution.env]\n', {},
+            {"limits": {"cpus": .5, "memory_mb": 2048, "network": False}}),
+    "1.2, internet": ('schema_version = "1.2"\n[environment]\nallow_internet = true\nmemory = "512M"\nmemory_mb = 512\n', {},
+                      {"limits": {"memory_mb": 512, "network": True}}),
+    "1.3, both words": ('schema_version = "1.3"\n[environment]\nallow_internet = true\nnetwork_mode = "no-network"\n', {},
+                        {"limits": {"network": False}}),
+    "1.4": ('schema_version = "1.4"\n[agent]\nuser = "user"\nnetwork_mode = "no-network"\n[environment]\n'
+            'network_mode = "no-network"\nos = "Linux"\n', {}, {"limits": {"network": False}, "user": "user"}),
+    "both versions": ('version = "1.0"\nschema_version = "1.2"\n', {}, {"user": "root"}),
+    "uid": ('[agent]\nuser = 1000\n', {}, {"user": "1000"}),
+    "root by number": ('[agent]\nuser = 0\n', {}, {"user": "root"}),
+    "USER": ("", {"environment__Dockerfile": "FROM x AS a\nUSER one\nFROM y\nUSER root\nRUN x\nUSER two:three\n"}, {"user": "two"}),
+    "USER of an earlier stage": ("", {"environment__Dockerfile": "FROM x AS Base\nUSER one\nFROM base\nRUN x\n"}, {"user": "one"}),
+    "USER of another stage": ("", {"environment__Dockerfile": "FROM x AS a\nUSER one\nFROM x\n"}, {"user": "root"}),
+    "image": ('[environment]\ndocker_image = "some/image:1"\n', {},
+              {"dockerfile": "FROM some/image:1\n", "files": {
+                  "Dockerfile": {"text": HARBOR_FOLDER["environment/Dockerfile"]}, "notes.txt": {"text": "a note\n"}}}),
+    "workdir, env": ('[environment]\nworkdir = "/srv"\n[environment.env]\nA = "${NOT_SET_HERE:-it\'s $5 \\"x\\"}"\n', {},
+                     {"dockerfile": HARBOR_FOLDER["environment/Dockerfile"] + '\n# of task.toml\nWORKDIR /srv\n'
+                                    'ENV A="it\'s \\$5 \\"x\\""\n'}),
+    "verifier.env": ('[verifier.env]\nA = "it\'s"\nB = "${NOT_SET_HERE:-b c}"\n[solution.env]\nC = "c"\n', {},
+                     {"tests": {"test.sh": {"text": "#!/bin/bash\n# of task.toml and the #! line\nexport A='it'\"'\"'s'\n"
+                                                    f"export B='b c'\n{REWARD_DONE}\n"}},
+                      "solution": {"solve.sh": {"text": "#!/bin/bash\n# of task.toml and the #! line\nexport C=c\n"
+                                                        "echo done >/app/done.txt\n"}}}),
+    "options of #!": ("", {"tests__test.sh": "#!/usr/bin/env -S bash -euo pipefail\nfalse\n"},
+                      {"tests": {"test.sh": {"text": "#!/usr/bin/env -S bash -euo pipefail\n"
+                                                     "# of task.toml and the #! line\nset -euo pipefail\nfalse\n"}}}),
+    "binary files": ("", {"environment__x.bin": b"\xff\x00", "tests__y.sh": b"\x80", "environment__.dockerignore": "x\n"},
+                     {"tests": {"test.sh": {"text": HARBOR_FOLDER["tests/test.sh"]}, "y.sh": {"b64": "gA=="}}}),
+    "canary": ("", {"instruction.md": "<!-- bench canary GUID 1 -->\n# CANARY\n\n  Do it.\n"}, {"instruction": "  Do it.\n"}),
+    "no solution": ("", {}, {"solution": None}),
+}
+
+
+@pytest.mark.parametrize("name", HARBOR_VARIANTS)
+def test_a_folder_gives_its_task_and_comes_back_byte_for_byte(name, tmp_path):
+    toml, files, want = HARBOR_VARIANTS[name]
+    take = ["solution/solve.sh"] if name == "no solution" else []
+    folder = harbor_folder(tmp_path / "in" / "x", toml, take, **files)
+    [task], problems = harbor.import_harbor(tmp_path / "in")
+    assert problems == [] and {key: task.get(key) for key in want} == want
+    harbor.export_harbor([task], tmp_path / "out")
+    assert on_disk(tmp_path / "out/x") == on_disk(folder)
+    task |= {"axes": {"domain": "security"}}               # and what is added to the record on the way is kept
+    harbor.export_harbor([task], tmp_path / "more")
+    assert harbor.import_harbor(tmp_path / "more") == ([task], [])
+
+
+def test_executable_bits_survive_both_ways(tmp_path):
+    folder = harbor_folder(tmp_path / "x", environment__tool="#!/bin/sh\n", environment__lib__x="x", tests__aid="y")
+    for name, mode in (("environment/tool", 0o775), ("tests/test.sh", 0o664), ("tests/aid", 0o711)):
+        (folder / name).chmod(mode)
+    [task], _ = harbor.import_harbor(folder)
+    assert (task["files"]["tool"]["mode"], task["tests"]["test.sh"]["mode"]) == ("0755", "0644")
+    assert "mode" not in task["files"]["lib/x"] and task["tests"]["aid"]["mode"] == "0755"
+    harbor.export_harbor([task], tmp_path / "out")
+    assert on_disk(tmp_path / "out/x") == on_disk(folder)
+
+
+BROKEN_FOLDERS = {  # task.toml, other files, files taken away, words of the reason
+    "no toml": (None, {}, ["task.toml"], "task.toml"),
+    "no instruction": (None, {}, ["instruction.md"], "instruction.md"),
+    "no tests": (None, {}, ["tests/test.sh"], "test.sh"),
+    "no image": (None, {}, ["environment/Dockerfile"], "docker_image"),
+    "empty Dockerfile": (None, {"environment__Dockerfile": "# nothing\n"}, [], "dockerfile"),
+    "not TOML": ("[agent\n", {}, [], "line 1"),
+    "future": ('schema_version = "2.0"', {}, [], "2.0"),
+    "compose": (None, {"environment__docker-compose.yaml": "services: {}"}, [], "one container"),
+    "steps": ('[[steps]]\nname = "a"\n', {"steps__a__instruction.md": "x"}, ["instruction.md", "tests/test.sh"], "steps"),
+    "windows": ('[environment]\nos = "windows"\n', {"tests__test.bat": "x"}, ["tests/test.sh"], "windows"),
+    "gpu": ("[environment]\ngpus = 1\n", {}, [], "GPU"),
+    "mcp": ('[[environment.mcp_servers]]\nname = "x"\nurl = "http://x"\n', {}, [], "MCP"),
+    "healthcheck": ('[environment.healthcheck]\ncommand = "true"\n', {}, [], "healthcheck"),
+    "verifier apart": ('[verifier]\nenvironment_mode = "separate"\n', {}, [], "container of its own"),
+    "verifier's image": ('[verifier.environment]\ndocker_image = "x"\n', {}, [], "container of its own"),
+    "allow-list": ('[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["x.org"]\n', {}, [], "allowlist"),
+    "two networks": ('[agent]\nnetwork_mode = "no-network"\n', {}, [], "no-network and public"),
+    "host's secret": ('[verifier.env]\nOPENAI_API_KEY = "${OPENAI_API_KEY}"\n', {}, [], "OPENAI_API_KEY"),
+    "env of numbers": ("[verifier.env]\nA = 1\n", {}, [], "A = 1"),
+    "env of lines": ('[environment.env]\nA = "x\\nRUN y"\n', {}, [], "one line"),
+    "memory": ('[environment]\nmemory = "lots"\n', {}, [], "lots"),
+    "two memories": ('[environment]\nmemory = "1G"\nmemory_mb = 512\n', {}, [], "contradicts"),
+    "time of text": ('[agent]\ntimeout_sec = "900"\n', {}, [], "'900'"),
+    "time of inf": ("[verifier]\ntimeout_sec = inf\n", {}, [], "inf"),
+    "negative time": ("[agent]\ntimeout_sec = -1.0\n", {}, [], "agent_s"),
+    "no table": ("agent = 5\n", {}, [], "agent is not a table"),
+    "bad user": ('[agent]\nuser = "a b"\n', {}, [], "a b"),
+    "USER of an ARG": ("", {"environment__Dockerfile": "ARG U=x\nFROM x\nUSER $U\n"}, [], "$U"),
+    "entrypoint": ("", {"environment__Dockerfile": 'FROM x\nENTRYPOINT ["/serve"]\n'}, [], "ENTRYPOINT"),
+    "python test": ("", {"tests__test.sh": "#!/usr/bin/env python3\n"}, [], "not for bash"),
+    "binary test": ("", {"tests__test.sh": b"\x7fELF\xff"}, [], "not text"),
+    "latin-1": ("", {"instruction.md": b"caf\xe9"}, [], "UTF-8"),
+    "history": ("", {"trajectory.json": "{}"}, [], "history"),
+    "tampered record": ("[metadata.tmax]\nrecord = '{\"files\": [1]}'\n", {}, [], "metadata.tmax"),
+    "no record": ("[metadata.tmax]\nrecord = 'x'\n", {}, [], "metadata.tmax"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_FOLDERS)
+def test_a_folder_that_cannot_be_a_task_is_named_and_the_others_are_imported(name, tmp_path):
+    toml, more, take, words = BROKEN_FOLDERS[name]
+    harbor_folder(tmp_path / "good")
+    harbor_folder(tmp_path / "bad", toml, take, **more)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "README.md").write_text("x")
+    tasks, problems = harbor.import_harbor(tmp_path)
+    assert [t["id"] for t in tasks] == ["good"] and len(problems) == 1
+    assert problems[0].startswith("bad: ") and words in problems[0], problems
+
+
+def test_links_in_a_folder_are_refused(tmp_path):
+    for name, target in (("environment/key", "/etc/passwd"), ("tests", "/etc"), ("environment/deep", ".."), ("solution/s", "gone")):
+        folder = harbor_folder(tmp_path / name.replace("/", "-"))
+        subprocess.run(["rm", "-rf", folder / name], check=True)
+        (folder / name).symlink_to(target)
+    os.mkfifo(harbor_folder(tmp_path / "pipe") / "tests/pipe")
+    tasks, problems = harbor.import_harbor(tmp_path)
+    assert tasks == [] and len(problems) == 5 and all("link" in p for p in problems)
+
+
+def test_import_harbor_as_a_command_names_what_it_leaves_out(tmp_path, capsys, monkeypatch):
+    harbor_folder(tmp_path / "in/good"), harbor_folder(tmp_path / "in/bad", "[agent\n"), harbor_folder(tmp_path / "worse/bad", "x")
+    monkeypatch.setattr(sys, "argv", ["gen.py", "import-harbor", str(tmp_path / "in"), "--out", str(tmp_path / "t.jsonl")])
+    gen.main()
+    said = capsys.readouterr()
+    assert "left out: bad: task.toml:" in said.err and "1 tasks; 1 left out" in said.out
+    assert [t["id"] for t in load_tasks(tmp_path / "t.jsonl")] == ["good"]
+    (tmp_path / "empty").mkdir()
+    for folder, words in (("worse", "nothing could be imported"), ("empty", "no task folders"), ("nowhere", "not a folder")):
+        code, _ = cli(capsys, monkeypatch, gen, "import-harbor", tmp_path / folder, "--out", tmp_path / "u.jsonl")
+        assert code.startswith("gen.py import-harbor: ") and words in code and "\n" not in code
+    assert not (tmp_path / "u.jsonl").exists()
+
+
+@pytest.mark.parametrize("id", ["", ".", "..", "../x", "a/b", "/etc/x", "a\\b", "c:x", "a\0b", "a\nb", ".git", "x" * 300])
+def test_ids_that_would_leave_the_folder_are_refused_before_anything_is_written(id, tmp_path, capsys, monkeypatch):
+    tasks = write_jsonl(tmp_path / "t.jsonl", [task_of(id="good"), task_of(id=id)])
+    code, _ = cli(capsys, monkeypatch, gen, "export-harbor", tasks, tmp_path / "out")
+    assert code.startswith("gen.py export-harbor: ") and repr(id) in code and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"files": {"Dockerfile": {"text": "x"}}}, "Dockerfile"), ({"files": {"../x": {"text": "x"}}}, "../x"),
+    ({"instruction": "\ud800"}, "surrogates"), ({"tests": {}}, "test.sh"), ({"limits": {"cpus": 0}}, "cpus"),
+    ({"harbor": {"toml": BASE_TOML}, "limits": {"agent_s": 5}}, "`harbor`")])
+def test_a_task_that_no_folder_can_say_is_named_and_nothing_is_written(change, words, tmp_path, capsys, monkeypatch):
+    tasks = write_jsonl(tmp_path / "t.jsonl", [task_of(id="good"), task_of(id="bad") | change])
+    code, _ = cli(capsys, monkeypatch, gen, "export-harbor", tasks, tmp_path / "out")
+    assert code.startswith("gen.py export-harbor: ") and "bad" in code and words in code and not (tmp_path / "out").exists()
+
+
+def test_export_overwrites_nothing(tmp_path, capsys, monkeypatch):
+    (tmp_path / "out/b").mkdir(parents=True)
+    tasks = write_jsonl(tmp_path / "t.jsonl", [task_of(id="a"), task_of(id="b")])
+    code, _ = cli(capsys, monkeypatch, gen, "export-harbor", tasks, tmp_path / "out")
+    assert "is there already" in code and os.listdir(tmp_path / "out") == ["b"]
+
+
+@pytest.mark.parametrize("how", ["exported", "foreign"])
+def test_an_edited_folder_counts_more_than_what_the_record_said(how, tmp_path):
+    task = task_of(id="t", limits={"agent_s": 60}, solution={"solve.sh": {"text": "x", "mode": 0o755}}, axes={"a": 1})
+    harbor.export_harbor([task], tmp_path)
+    toml = (tmp_path / "t/task.toml")
+    if how == "foreign":
+        toml.write_text(toml.read_text().replace("60.0", "61.0"))
+        (tmp_path / "t/solution/solve.sh").write_bytes(b"\xff")
+        (tmp_path / "t/solution/solve.sh").chmod(0o644)
+        (tmp_path / "t/environment/notes.txt").unlink()
+    (tmp_path / "t/tests/test.sh").write_text("new\n")
+    [back], problems = harbor.import_harbor(tmp_path / "t")
+    if how == "foreign":
+        assert problems == [] and back["limits"]["agent_s"] == 61 and "notes.txt" not in back["files"]
+        assert back["solution"] == {"solve.sh": {"b64": "/w==", "mode": "0644"}} and back["axes"] == {"a": 1}
+    else:
+        assert back == task | {"tests": {"test.sh": {"text": "new\n"}}}
+
+
+@pytest.fixture(scope="module")
+def image_with_user():
+    """An image that runs as somebody else, known to the daemon alone."""
+    need("docker")
+    name = "tmax-test-harbor-user"
+    subprocess.run(["docker", "build", "-q", "-t", name, "-"], input=b"FROM tmax-base:core\nUSER nobody:nogroup\n", check=True,
+                   stdout=subprocess.DEVNULL)
+    yield name
+    subprocess.run(["docker", "rmi", "-f", name], stdout=subprocess.DEVNULL)
+
+
+def test_the_images_own_user_is_the_agents(image_with_user, tmp_path):
+    harbor_folder(tmp_path / "a", f'[environment]\ndocker_image = "{image_with_user}"\n')
+    harbor_folder(tmp_path / "b", "", environment__Dockerfile=f"FROM --platform=linux/amd64 {image_with_user}\n")
+    harbor_folder(tmp_path / "c", '[agent]\nuser = "user"\n', environment__Dockerfile=f"FROM {image_with_user}\n")
+    harbor_folder(tmp_path / "d", "", environment__Dockerfile=f"FROM {image_with_user}\nUSER root\n")
+    tasks, problems = harbor.import_harbor(tmp_path)
+    assert problems == [] and [t["user"] for t in tasks] == ["nobody", "nobody", "user", "root"]
+
+
+def test_imported_settings_act_in_a_sandbox(tmp_path):
+    """workdir, both kinds of variables, options of the #! line and a file without a Dockerfile, graded for real."""
+    need("docker")
+    test_sh = "#!/bin/bash -e\n[ $A$B = ab ]; cat here.txt; false\necho 1 >/logs/verifier/reward.txt"
+    toml = ('[environment]\ndocker_image = "tmax-base:core"\nworkdir = "/srv/x"\n[environment.env]\nA = "a"\n'
+            '[verifier.env]\nB = "${NOT_SET_HERE:-b}"\n')
+    harbor_folder(tmp_path / "stops", toml, ["environment/Dockerfile", "environment/notes.txt"], environment__here__txt="x",
+                  **{"environment/here.txt": "found\n", "tests/test.sh": "#!/bin/bash\necho 0 >/logs/verifier/reward.txt\n"
+                     "exec bash /tests/really.sh\n", "tests/really.sh": test_sh})
+    harbor_folder(tmp_path / "set", toml, ["environment/Dockerfile", "environment/notes.txt"], **{
+        "environment/here.txt": "found\n",
+        "tests/test.sh": "#!/bin/bash -e\necho .5 >/logs/verifier/reward.txt\n[ $A$B = ab ]\ncat here.txt\n"
+                         "echo .75 >/logs/verifier/reward.txt\nfalse\necho 1 >/logs/verifier/reward.txt\n"})
+    [task], _ = harbor.import_harbor(tmp_path / "set")
+    assert task["user"] == "root" and task["limits"] == {"network": True}
+    with Sandbox(task | {"limits": {}}, "docker") as box:
+        assert box.run("pwd; echo $A; cat here.txt").output == "/srv/x\na\nfound\n"
+        grade = box.grade()
+        assert grade.reward == .75 and "found" in grade.log
+
+
+# ------------------------------------------------------------------------------------------------ TMax-15K
+
+def tmax_row(id, image="org/tmax:1", **more):
+    return {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "ground_truth": id,
+            "env_config": {"image": image, "task_id": id}} | more
+
+
+def tmax_tarball(path, files, extra=(), mode="w:gz"):
+    with sandbox.tarfile.open(path, mode) as tar:
+        for name, data in files.items():
+            info = sandbox.tarfile.TarInfo(name)
+            info.size, info.mode = len(data), 0o755 if name.endswith(".sh") else 0o644
+            tar.addfile(info, sandbox.io.BytesIO(data))
+        for info in extra:
+            tar.addfile(info)
+    return str(path)
+
+
+def tmax_files(id, prefix=""):
+    return {f"{prefix}{id}/instruction.md": b"Do it.\n", f"{prefix}{id}/tests/test.sh": b"echo 1\n",
+            f"{prefix}{id}/tests/state.py": b"\xff", f"{prefix}{id}/setup.sh": b"true\n"}
+
+
+def test_import_tmax(tmp_path, capsys, monkeypatch):
+    link = sandbox.tarfile.TarInfo("link/tests/x")
+    link.type, link.linkname = sandbox.tarfile.SYMTYPE, "/etc/passwd"
+    bare = {"bare/instruction.md": b"x"}
+    tarball = tmax_tarball(tmp_path / "d.tgz", tmax_files("one") | tmax_files("two", "./") | tmax_files("link")
+                           | tmax_files("unasked") | tmax_files("three") | bare, [link])
+    rows = write_jsonl(tmp_path / "r.jsonl", [
+        tmax_row("one"), tmax_row(["two"]), tmax_row("one"), tmax_row("absent"), tmax_row("link"), tmax_row("three", None),
+        tmax_row("bare"), tmax_row(None)])
+    monkeypatch.setattr(sys, "argv", ["gen.py", "import-tmax", rows, tarball, "--out", str(tmp_path / "t.jsonl")])
+    gen.main()
+    said = capsys.readouterr()
+    one, two = load_tasks(tmp_path / "t.jsonl")
+    assert one == {"id": "one", "instruction": "Do it.\n", "dockerfile": "FROM org/tmax:1\n", "user": "root",
+                   "files": {"setup.sh": {"text": "true\n"}},
+                   "tests": {"state.py": {"b64": "/w=="}, "test.sh": {"text": "echo 1\n"}}}
+    assert two == one | {"id": "two"} and "2 tasks; 6 left out" in said.out
+    for id, why in (("one", "same id"), ("absent", "no folder"), ("link", "link"), ("three", "image"), ("bare", "test.sh"),
+                    ("row 8", "ground_truth")):
+        assert re.search(f"(?m)^left out: {id}: .*{why}", said.err), said.err
+    assert "unasked" not in said.err
+    for task in (one, two):
+        assert harbor_there_and_back(task, tmp_path) == task
+
+
+@pytest.mark.parametrize("name", ["../x/instruction.md", "/one/instruction.md", "one/../../x"])
+def test_a_tarball_that_leads_out_of_its_folder_is_refused(name, tmp_path, capsys, monkeypatch):
+    tarball = tmax_tarball(tmp_path / "d.tgz", tmax_files("one") | {name: b"x"})
+    rows = write_jsonl(tmp_path / "r.jsonl", [tmax_row("one")])
+    code, _ = cli(capsys, monkeypatch, gen, "import-tmax", rows, tarball, "--out", tmp_path / "t.jsonl")
+    assert code.startswith("gen.py import-tmax: ") and "leads out" in code and not (tmp_path / "t.jsonl").exists()
+
+
+@pytest.mark.parametrize("broken", ["torn", "text", "missing", "bomb"])
+def test_a_broken_tarball_is_one_clear_line(broken, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "d.tgz"
+    tmax_tarball(path, tmax_files("one") | {"one/big": os.urandom(50_000) if broken == "torn" else b"\0" * (65 << 20)})
+    if broken != "bomb":
+        path.write_bytes(path.read_bytes()[:30_000] if broken == "torn" else b"not a tarball")
+    rows = write_jsonl(tmp_path / "r.jsonl", [tmax_row("one")])
+    tarball = path if broken != "missing" else tmp_path / "nowhere"
+    code, _ = cli(capsys, monkeypatch, gen, "import-tmax", rows, tarball, "--out", tmp_path / "t.jsonl")
+    assert str(code).startswith("gen.py import-tmax: ") and "\n" not in code and not (tmp_path / "t.jsonl").exists()
+
+
+# ------------------------------------------------------------------------------------------------ Harbor's agent
+
+def docker_exec(*more):
+    """A container that Harbor might have started, and its exec: a function(command, seconds) -> (exit code, output)."""
+    need("docker")
+    run = ["docker", "run", "-d", "--rm", "-w", "/app", *more, "tmax-base:core", "sleep", "600"]
+    name = subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
+
+    def execute(command, seconds):
+        execute.count += 1
+        done = subprocess.run(["docker", "exec", "-u", "user", name, "bash", "-c", command], capture_output=True, text=True,
+                              timeout=seconds)
+        return done.returncode, done.stdout + done.stderr
+
+    execute.name, execute.count = name, 0
+    return execute
+
+
+@pytest.fixture(scope="module")
+def stateless():
+    execute = docker_exec()
+    yield execute
+    subprocess.run(["docker", "kill", execute.name], stdout=subprocess.DEVNULL)
+
+
+@pytest.fixture(scope="module")
+def distant(stateless):
+    """A living shell that is reached by single commands alone."""
+    box = harbor.HarborSandbox({"id": "t", "limits": {}}, stateless).start()
+    yield box
+    box.close()
+    assert "shell" not in stateless("ls -a /tmp", 10)[1]
+
+
+def test_a_distant_shell_lives_on_and_a_command_takes_one_look(distant, stateless):
+    assert distant.run("pwd; whoami; cd /tmp; x=5; export Y=6; f() { echo f$1; }; sleep 100 &").output == "/app\nuser\n"
+    before = stateless.count
+    assert distant.run("pwd; echo $x $Y; f 1; jobs -p | wc -l") == Result("/tmp\n5 6\nf1\n1\n", 0, False)
+    assert stateless.count == before + 1
+    assert distant.run("kill %1; cd /app; false").exit_code == 1 and distant.run("echo $?").output == "1\n"
+
+
+@pytest.mark.parametrize("command, want", [
+    ("printf foo", Result("foo", 0, False)), ("echo a >/dev/stdout; echo b >/dev/stderr", Result("a\nb\n", 0, False)),
+    ("cat; read x; echo [$x]", Result("[]\n", 0, False)), ("printf 'ü\\0\\xff\\n'", Result("ü\0\ufffd\n", 0, False)),
+    ("cat <<'E' | wc -c\n" + "x" * 200_000 + "\nE", Result("200001\n", 0, False)),
+    ("echo @@gone@@; echo @@1 1 1,,,@@", Result("@@gone@@\n@@1 1 1,,,@@\n", 0, False)),
+    ("(exit 3)", Result("", 3, False)), ("set -e; false; echo no", Result(sandbox.RESTARTED, 1, False)),
+    ("kill -9 $$", Result(sandbox.RESTARTED, 137, False)), ("exit 3", Result(sandbox.RESTARTED, 3, False))])
+def test_commands_in_a_distant_shell(distant, command, want):
+    assert distant.run(command) == want
+    assert distant.run("pwd; echo on") == Result("/app\non\n", 0, False)
+
+
+@pytest.mark.parametrize("count", [50_000, 5_000_000])
+def test_a_flood_in_a_distant_shell_is_counted_in_characters(distant, count):
+    got = distant.run(f"yes é | head -n {count} | tr -d '\\n'", 60)
+    assert len(got.output) == 10_000 + len(f"\n[... {count - 10_000} characters elided ...]\n")
+    assert count > harbor.EXACT // 2 or f"[... {count - 10_000} characters elided ...]" in got.output
+
+
+def test_a_timeout_in_a_distant_shell_kills_what_the_command_started(distant):
+    distant.run("cd /tmp; export Y=7; sleep 101 &")
+    got = distant.run("echo partial; trap '' TERM; sleep 102 | cat", 2)
+    assert (got.exit_code, got.timed_out) == (124, True) and got.output.startswith("partial\n")
+    assert distant.run("pwd; echo $Y; ps -e -o args | grep -c '[s]leep 10[12]'; cd /app").output == "/tmp\n7\n1\n"
+
+
+def test_a_distant_shell_that_the_agent_ends_is_the_agents_fault_and_a_lost_container_is_ours():
+    execute = docker_exec()
+    box = harbor.HarborSandbox({"id": "t", "limits": {}}, execute).start()
+    with pytest.raises(SandboxKilled, match="ended its shell"):
+        box.run("kill -9 -1", 20)
+    box = harbor.HarborSandbox({"id": "t", "limits": {}}, execute).start()
+    subprocess.run(["docker", "kill", execute.name], stdout=subprocess.DEVNULL)
+    with pytest.raises(InfraError, match="Harbor's environment"):
+        box.run("echo on", 5)
+    box.close()
+    with pytest.raises(InfraError, match="no shell"):
+        harbor.HarborSandbox({"id": "t", "limits": {}}, execute).start()
+
+
+def test_an_episode_in_a_distant_shell_is_graded_by_harbor(stateless):
+    engine = SaysMessages(call_message("cd /tmp; x=1"), call_message("pwd; echo $x"), call_message(SUBMIT))
+    r = run_episode({"id": "t", "instruction": "", "limits": {"agent_s": math.inf}}, engine, None, Sampling(),
+                    box=harbor.HarborSandbox({"id": "t"}, stateless))
+    assert (r["end"], r["reward"], r["turns"]) == ("submitted", None, 3)
+    assert [m["content"] for m in r["messages"] if m["role"] == "tool"][1] == "/tmp\n1\n[exit code 0]"
+
+
+# ------------------------------------------------------------------------------------------------ ATIF
+
+def from_atif(trajectory):
+    """(token ids, loss mask, log-probs) of a trajectory."""
+    ids, mask, logprobs = [], [], []
+    for metrics in (s["metrics"] for s in trajectory["steps"] if "metrics" in s):
+        for part, sampled in ((metrics["extra"]["context_token_ids"], 0), (metrics["completion_token_ids"], 1)):
+            assert not sampled or len(ids) == metrics["prompt_tokens"]
+            ids, mask = ids + part, mask + [sampled] * len(part)
+        logprobs += [None] * len(metrics["extra"]["context_token_ids"]) + metrics.get("logprobs", [None] * len(part))
+    return ids, mask, logprobs
+
+
+@pytest.fixture(scope="module")
+def episodes(bwrap, hermes, folders):
+    """A rollout by tokens for each tool format, one by messages, and one by messages with tokens added afterwards."""
+    xml = Chat(folders["qwen3_xml"])
+    said = [call_message("echo a", "echo b", content="Two."), {"role": "assistant", "content": "", "reasoning_content": "Hm.",
+            "tool_calls": [{"id": "x", "function": {"name": "bash", "arguments": "{"}}]}, call_message(SUBMIT)]
+    by_tokens = [play(bash_task(), SaysTokens(chat, calls_of(chat, "echo a", "echo b", text="Two."), "no call",
+                                              calls_of(chat, SUBMIT)), chat) for chat in (hermes, xml)]
+    return [*by_tokens, play(bash_task(), SaysMessages(*said)), play(bash_task(), SaysMessages(*said), hermes)]
+
+
+def test_a_trajectory_has_every_token_once_and_every_call_with_its_result(episodes):
+    for r, last_call in zip(episodes, (0, 0, 1, 1)):
+        t = json.loads(json.dumps(harbor.atif(r)))
+        assert [s["source"] for s in t["steps"]] == ["system", "user", "agent", "agent", "agent"]
+        assert [s["step_id"] for s in t["steps"]] == [1, 2, 3, 4, 5] and t["steps"][1]["message"] == r["messages"][1]["content"]
+        first, second, third = t["steps"][2:]
+        assert [c["arguments"] for c in first["tool_calls"]] == [{"command": "echo a"}, {"command": "echo b"}]
+        assert [(o["source_call_id"], o["content"]) for o in first["observation"]["results"]] == [
+            (first["tool_calls"][0]["tool_call_id"], "a\n[exit code 0]"), (first["tool_calls"][1]["tool_call_id"], "b\n[exit code 0]")]
+        assert ("tool_calls" in second) == bool(last_call) and "[error" in second["observation"]["results"][0]["content"]
+        assert third["tool_calls"][0]["arguments"] == {"command": SUBMIT} and t["extra"]["reward"] == r["reward"]
+        if "token_ids" in r:
+            assert from_atif(t) == (r["token_ids"], r["loss_mask"], r["logprobs"])
+            assert t["final_metrics"]["total_completion_tokens"] == sum(r["loss_mask"])
+
+
+def test_export_atif_as_a_command(episodes, tmp_path, capsys, monkeypatch):
+    rows = [r | {"task_id": f"../{i}/x", "attempt": i} for i, r in enumerate(episodes)]
+    path = write_jsonl(tmp_path / "r.jsonl", rows)
+    code, said = cli(capsys, monkeypatch, evaluation, "export-atif", path, tmp_path / "out")
+    files = sorted((tmp_path / "out").iterdir())
+    assert code == 0 and f"{len(rows)} trajectories" in said and len(files) == len(rows)
+    assert [json.loads(f.read_text())["extra"]["task_id"] for f in files] == [r["task_id"] for r in rows]
+    for records, words in ((rows, "already"), ([{"model": "m", "task_id": "t", "reward": 1}], "r.jsonl:1: it has no messages"),
+                           ([rows[0] | {"logprobs": [math.nan] * len(rows[0]["logprobs"])}], "r.jsonl:1: "), ([], "no records")):
+        write_jsonl(tmp_path / "r.jsonl", records)
+        code, _ = cli(capsys, monkeypatch, evaluation, "export-atif", path, tmp_path / ("out" if records == rows else "new"))
+        assert code.startswith("eval.py: ") and words in code and not (tmp_path / "new").exists()
+
+
+# ------------------------------------------------------------------------------------------------ the real Harbor
+
+@pytest.fixture(scope="module")
+def harbor_python():
+    """A Python that has harbor: HARBOR_PYTHON=/path/to/venv/bin/python (3.12, `pip install harbor==0.26.*` and this
+    project's numpy, requests, tqdm). Without it these tests are skipped, in CI too."""
+    if not os.environ.get("HARBOR_PYTHON"):
+        pytest.skip("HARBOR_PYTHON names no Python with harbor")
+    return os.environ["HARBOR_PYTHON"]
+
+
+def in_harbor(python, code, *args):
+    done = subprocess.run([python, "-W", "ignore", "-c", textwrap.dedent(code), *map(str, args)], capture_output=True, text=True,
+                          cwd=ROOT, env=os.environ | {"PYTHONPATH": ROOT})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_harbors_own_models_take_our_trajectories(harbor_python, episodes, tmp_path):
+    path = write_jsonl(tmp_path / "r.jsonl", [r | {"sample": i} for i, r in enumerate(episodes)])
+    out = in_harbor(harbor_python, """
+        import json, pathlib, sys
+        from harbor.models.trajectories import Trajectory
+        from extras.harbor import export_atif
+        export_atif(sys.argv[1], sys.argv[2])                # which looks itself, where harbor is installed
+        for file in sorted(pathlib.Path(sys.argv[2]).iterdir()):
+            ours = json.loads(file.read_text())
+            print(Trajectory.model_validate(ours).to_json_dict() == ours)
+        """, path, tmp_path / "out")
+    assert out.split() == ["True"] * len(episodes)
+
+
+def test_harbor_reads_the_folders_as_we_do(harbor_python, tmp_path):
+    """What we export, and the hand-written variants: the same user, limits and network in Harbor's own models."""
+    for i, (toml, files, _) in enumerate(HARBOR_VARIANTS.values()):
+        harbor_folder(tmp_path / f"in/{i}", toml, **files)
+    tasks, problems = harbor.import_harbor(tmp_path / "in")
+    harbor.export_harbor([FULL_TASK, task_of()], tmp_path / "in")
+    said = json.loads(in_harbor(harbor_python, """
+        import json, pathlib, sys
+        from harbor.models.task.task import Task
+        said = {}
+        for folder in pathlib.Path(sys.argv[1]).iterdir():
+            task = Task(folder)
+            c = task.config
+            said[folder.name] = [c.agent.user, c.agent.timeout_sec, c.verifier.timeout_sec, c.environment.cpus,
+                                 c.environment.memory_mb, c.environment.network_mode.value == "public", task.instruction]
+        print(json.dumps(said))
+        """, tmp_path / "in"))
+    assert problems == [] and len(said) == len(HARBOR_VARIANTS) + 2
+    for task in [*tasks, FULL_TASK, task_of()]:
+        user, *limits, instruction = said[task["id"]]
+        for key, value in zip(("agent_s", "verifier_s", "cpus", "memory_mb", "network"), limits):
+            assert value is None or value == sandbox.limits_of(task)[key], (task["id"], key)
+        assert instruction.replace("\r\n", "\n") == task["instruction"].replace("\r\n", "\n")
+        assert user is None or str(user).replace("0", "root") in (sandbox.user_of(task), "1rootrootroot")
