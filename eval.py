@@ -287,7 +287,10 @@ def print_details(model: str, rows: list[dict]):
         ends = Counter(row.get("end") for row in rows).most_common()
         lines.append("ends: " + ", ".join(f"{end} {n}" for end, n in ends))
     if retries := sum(row.get("infra_retries") or 0 for row in rows):
-        lines.append(f"{retries} infra errors were retried")
+        lines.append(f"tries repeated after an infra error: {retries}")
+    if missing := Counter(row.get("error") for row in rows if row["reward"] is None):
+        lines.append(f"attempts without reward: {missing.total()}")
+        lines += [f"  {n} because of: {reason}" for reason, n in missing.most_common(5) if reason]
     for key, name in (("turns", "turns an episode"), ("sampled_tokens", "tokens sampled an episode")):
         values = [row[key] for row in rows if row.get(key) is not None]
         if values:

@@ -3117,8 +3117,8 @@ def test_report(tmp_path, capsys, monkeypatch):
     assert code == 0 and [json.loads(line)["model"] for line in lines] == ["m", "n"] and len(lines) == 2
     assert json.loads(lines[0])["mean"] == 0.5
     code, said = cli(capsys, monkeypatch, evaluation, "report", path)
-    assert code == 0 and "50.00%" in said and "1 attempts have no reward" in said
-    assert re.search(r"cut-column +100.00%", said) and re.search(r"sort-unique +0.00%", said)
+    assert code == 0 and "50.00%" in said and "attempts without reward: 1" in said
+    assert re.search(r"cut-column +1 +100.00%", said) and re.search(r"sort-unique +1 +0.00%", said)
 
 
 @pytest.mark.parametrize("row, named", [
@@ -3153,7 +3153,7 @@ def test_eval_run_plays_reports_and_continues(warm, fresh, demos, tmp_path, caps
     assert code == 0 and rows[:4] == first and sorted((r["task_id"], r["attempt"])
                                                       for r in rows) == [(f"t-{i}", k) for i in range(4)
                                                           for k in range(3)]
-    assert not set(evaluation.TOKEN_FIELDS) & set(rows[0]) and rows[0]["messages"] and "4 tasks, 12 attempts" in said
+    assert not set(evaluation.TOKEN_FIELDS) & set(rows[0]) and rows[0]["messages"] and re.search(r" 4 +12 ", said)
     code, _ = cli(capsys, monkeypatch, evaluation, *flags[:4], fresh, *flags[5:])
     assert warm in code and "--out" in code  # another model's attempts do not get mixed in
 
@@ -3169,7 +3169,8 @@ def test_eval_retries_what_is_ours_and_counts_what_stays_missing(bwrap, endpoint
                      "--infra-retries", 2)
     rows = {r["task_id"]: r for r in read_jsonl(tmp_path / "out")}
     assert code == 0 and rows["t-1"]["reward"] == 1 and rows["t-2"]["reward"] is None and "expired" in rows["t-2"]["error"]
-    assert len(endpoint.requests) == 1 + 2 + 3 and "1 attempts have no reward" in said
+    assert len(endpoint.requests) == 1 + 2 + 3 and "attempts without reward: 1\n    1 because of: http" in said
+    assert (rows["t-1"]["infra_retries"], rows["t-2"]["infra_retries"]) == (1, 2) and "infra error: 3" in said
 
 
 @pytest.mark.parametrize("tasks", [1, 3])
@@ -3195,3 +3196,203 @@ def test_plot_of_what_is_no_run_says_so(metrics, tmp_path, capsys, monkeypatch):
         write_jsonl(tmp_path / "metrics.jsonl", metrics)
     code, _ = cli(capsys, monkeypatch, evaluation, "plot", tmp_path, "--out", tmp_path / "x.png")
     assert str(code).startswith("eval.py: ") and "metrics.jsonl" in code
+
+
+# ------------------------------------------------------------------------------------------------ eval: statistics
+
+TB2 = f"{ROOT}/docs/tb2_trials.jsonl"
+TABLE_16 = {  # RECIPE section 5: mean, pass@5
+    "Qwen3.5-2B": (2.25, 4.5), "tmax-2b": (2.92, 5.6), "Qwen3.5-4B": (16.63, 27.0), "tmax-4b": (18.88, 27.0),
+    "Qwen3.5-9B": (21.12, 33.7), "tmax-9b": (27.19, 40.4), "Qwen3.6-27B": (39.55, 55.1), "tmax-27b": (42.70, 52.8)}
+PAIRED = {  # RECIPE section 5: difference, standard error, does the 95% interval exclude 0
+    ("Qwen3.5-2B", "tmax-2b"): (0.67, 0.75, False), ("Qwen3.5-4B", "tmax-4b"): (2.25, 2.36, False),
+    ("Qwen3.5-9B", "tmax-9b"): (6.07, 2.68, True), ("Qwen3.6-27B", "tmax-27b"): (3.15, 2.30, False)}
+
+
+def test_table_16(capsys, monkeypatch):
+    code, said = cli(capsys, monkeypatch, evaluation, "report", TB2, "--json")
+    every = {s["model"]: s for s in map(json.loads, said.splitlines())}
+    assert code == 0 and list(every) == list(TABLE_16)
+    keys = "model tasks attempts mean se_tasks se_runs pass_at_k missing mean_without_missing".split()
+    for model, (mean, pass_5) in TABLE_16.items():
+        s = every[model]
+        assert list(s) == keys and (s["tasks"], s["attempts"]) == (89, 445) and list(s["pass_at_k"]) == list("12345")
+        assert round(100 * s["mean"], 2) == mean and round(100 * s["pass_at_k"]["5"], 1) == pass_5
+        assert s["pass_at_k"]["1"] == pytest.approx(s["mean"])
+    assert sum(s["missing"] for s in every.values()) == 55
+    code, said = cli(capsys, monkeypatch, evaluation, "report", TB2)
+    assert code == 0 and all(re.search(rf"{re.escape(m)} .* {mean:.2f}%", said) for m, (mean, _) in TABLE_16.items())
+
+
+@pytest.mark.parametrize("models", PAIRED, ids="/".join)
+def test_paired_differences_of_table_16(models, capsys, monkeypatch):
+    difference, error, excludes_0 = PAIRED[models]
+    c = evaluation.paired(*(evaluation.rows_of_one(f"{TB2}:{model}") for model in models))
+    assert (round(100 * c["difference"], 2), round(100 * c["se"], 2), c["tasks"]) == (difference, error, 89)
+    assert (c["low"] > 0) == excludes_0 and c["won"] + c["lost"] <= 89
+    code, said = cli(capsys, monkeypatch, evaluation, "compare", *(f"{TB2}:{model}" for model in models))
+    assert code == 0 and f"{difference:+.2f} points, standard error {error:.2f}" in said
+    assert ("B is better than A" in said) == excludes_0 and ("could be noise" in said) != excludes_0
+    back = cli(capsys, monkeypatch, evaluation, "compare", *(f"{TB2}:{model}" for model in reversed(models)))[1]
+    assert f"{-difference:+.2f} points" in back and ("A is better than B" in back) == excludes_0
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_success():
+    for n, c, k in itertools.product(range(1, 8), range(8), range(1, 9)):
+        if c <= n and k <= n:
+            subsets = list(itertools.combinations([1] * c + [0] * (n - c), k))
+            assert evaluation.pass_at_k(n, c, k) == pytest.approx(np.mean([any(s) for s in subsets]))
+        elif c <= n:
+            assert evaluation.pass_at_k(n, c, k) is None
+
+
+def test_standard_errors_are_what_repeating_the_evaluation_shows():
+    """se_runs: new attempts at the same tasks; se_tasks: new tasks, each with new attempts."""
+    rng = np.random.default_rng(0)
+
+    def rows(rates, n=5):
+        return eval_rows(**{f"t{i}": (rng.random(n) < rate).astype(float) for i, rate in enumerate(rates)})
+
+    rates = rng.beta(0.5, 0.8, 60)
+    same = [evaluation.statistics(rows(rates)) for _ in range(400)]
+    assert np.mean([s["se_runs"] for s in same]) == pytest.approx(np.std([s["mean"] for s in same]), rel=0.12)
+    other = [evaluation.statistics(rows(rng.beta(0.5, 0.8, 60))) for _ in range(400)]
+    assert np.mean([s["se_tasks"] for s in other]) == pytest.approx(np.std([s["mean"] for s in other]), rel=0.12)
+
+
+def test_paired_by_hand():
+    a = eval_rows(x=[0, 0], y=[1, 0], z=[1, 1], only_a=[1], w=[None, 1])
+    b = eval_rows(z=[1, 0], y=[1, 1], x=[1, 1], only_b=[0], w=[0.5])
+    c = evaluation.paired(a, b)
+    differences = np.array([1, 0.5, -0.5, 0])  # x, y, z, w: a missing reward counts 0
+    assert (c["tasks"], c["unpaired"], c["won"], c["lost"]) == (4, 2, 2, 1)
+    assert c["difference"] == pytest.approx(differences.mean()) and c["se"] == pytest.approx(differences.std(ddof=1) / 2)
+    assert c["mean_b"] - c["mean_a"] == pytest.approx(c["difference"]) and c == evaluation.paired(a, b)
+    # all 256 samples of four with replacement: the exact bootstrap
+    exact = [np.mean(again) for again in itertools.product(differences, repeat=4)]
+    assert [c["low"], c["high"]] == pytest.approx(np.percentile(exact, [2.5, 97.5]), abs=0.07)
+    one = evaluation.paired(eval_rows(x=[1]), eval_rows(x=[0]))
+    assert one["se"] is None and one["low"] == one["high"] == -1
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says():
+    rng, covered = np.random.default_rng(1), 0
+    for _ in range(200):  # B is better by .1 on tasks whose difficulty varies
+        rates = rng.uniform(0, 0.9, 60)
+        a, b = (eval_rows(**{f"t{i}": (rng.random(5) < r + more).astype(float) for i, r in enumerate(rates)})
+                for more in (0, 0.1))
+        c = evaluation.paired(a, b, resamples=500)
+        covered += c["low"] <= 0.1 <= c["high"]
+    assert 0.88 <= covered / 200 <= 0.99
+
+
+def test_case_34(tmp_path, capsys, monkeypatch):
+    """(4, 2, 2) = .8333; beyond the attempts there are: n/a; tasks of different n; missing rewards counted and said."""
+    assert evaluation.pass_at_k(4, 2, 2) == pytest.approx(0.8333, abs=1e-4)
+    path = write_jsonl(tmp_path / "e.jsonl", eval_rows(a=[1, 1, 0, 0], b=[1, 1], c=[None, 1, 1]))
+    code, said = cli(capsys, monkeypatch, evaluation, "report", path, "--json")
+    s = json.loads(said)
+    assert s["pass_at_k"] == pytest.approx({"1": (0.5 + 1 + 2 / 3) / 3, "2": (5 / 6 + 1 + 1) / 3}) and s["missing"] == 1
+    assert s["mean_without_missing"] == pytest.approx((0.5 + 1 + 1) / 3)
+    said = cli(capsys, monkeypatch, evaluation, "report", path)[1].splitlines()
+    cells = dict(zip(re.split(" {2,}", said[0]), said[1].split()))
+    assert (cells["pass@3"], cells["pass@4"], cells["missing"], cells["mean without"]) == ("n/a", "n/a", "1", "83.33%")
+
+
+@pytest.mark.parametrize("lines, named", [
+    ([], "no rows"), (['{"model": "m", "task": "t", "rewards": "0x1"}'], ":1: rewards '0x1'"),
+    (['{"model": "m", "task": "t", "rewards": 1}'], ":1: rewards 1"), (['{"task": "t", "rewards": "01"}'], ":1 has no model"),
+    (['{"model": "m", "task": "t", "rewards": "01"}', '{"model": "m", "task": "t", "rewards": "1"}'], ":2: attempt 0 of t by m is there twice"),
+    (['{"model": 3, "task_id": "t", "reward": 1}'], ":1 has no model"),
+    (['{"model": "m", "task_id": "t", "reward": true}'], ":1: reward True"),
+    (['{"model": "m", "task_id": "t", "reward": NaN}'], ":1: reward nan"), (["[1]"], ":1: not a JSON object"),
+    (['{"model": "m", ', '{"model": "m", "task_id": "t", "reward": 1}'], ":1: not a line of JSON"),
+    (None, "No such file"),
+])
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_bad_rows_are_one_clear_line(command, lines, named, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "e.jsonl"
+    if lines is not None:
+        path.write_text("".join(line + "\n" for line in lines))
+    code, said = cli(capsys, monkeypatch, evaluation, command, path, *[path] * (command == "compare"))
+    assert str(code).startswith("eval.py: ") and named in code and "\n" not in code and said == ""
+
+
+def test_a_torn_last_line_is_left_out_with_a_warning(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "e.jsonl"
+    path.write_text('{"model": "m", "task_id": "t", "reward": 1}\n{"model": "m", "task_id": "t", "rew')
+    with pytest.warns(UserWarning, match="torn"):
+        code, said = cli(capsys, monkeypatch, evaluation, "report", path, "--json")
+    assert code == 0 and json.loads(said)["attempts"] == 1
+
+
+@pytest.mark.parametrize("sources, named", [
+    ([TB2, TB2], "several models; say which"), ([f"{TB2}:nobody", TB2], "no model nobody"),
+    ([f"{TB2}:tmax-2b", "nothing.jsonl"], "No such file")])
+def test_compare_says_what_it_cannot_compare(sources, named, capsys, monkeypatch):
+    code, said = cli(capsys, monkeypatch, evaluation, "compare", *sources)
+    assert named in code and said == ""
+
+
+def test_compare_of_few_tasks_and_of_none_in_common(tmp_path, capsys, monkeypatch):
+    a = write_jsonl(tmp_path / "a.jsonl", eval_rows(x=[0, 1], y=[None, 0]))
+    b = write_jsonl(tmp_path / "b.jsonl", eval_rows(x=[1, 1], z=[1]))
+    code, said = cli(capsys, monkeypatch, evaluation, "compare", a, b)
+    assert code == 0 and "1 missing rewards count as 0" in said and "2 tasks that only one" in said
+    assert "ahead on 1 tasks, behind on 0, level on 0" in said and "too few" in said and "standard error n/a" in said
+    code, _ = cli(capsys, monkeypatch, evaluation, "compare", a, write_jsonl(tmp_path / "c.jsonl", eval_rows(z=[1])))
+    assert "no task in common" in code
+
+
+# ------------------------------------------------------------------------------------------------ eval: Harbor's job results
+
+def harbor_trial(folder, task="org/t-1", reward=1.0, agent="tmax", model={"name": "m-1", "provider": "local"}, **more):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    rewards = reward if isinstance(reward, dict) else {"reward": reward}
+    (folder / "result.json").write_text(json.dumps({
+        "task_name": task, "trial_name": folder.name, "agent_info": {"name": agent, "version": "1", "model_info": model},
+        "agent_result": {"n_output_tokens": 30, "metadata": {"n_episodes": 4}}, "exception_info": None,
+        "verifier_result": None if reward is None else {"rewards": rewards}, **more}))
+
+
+def test_a_folder_of_harbor_job_results(tmp_path, capsys, monkeypatch):
+    job = tmp_path / "jobs" / "2026-01-01"
+    harbor_trial(job / "t-1__a", reward=1.0)
+    harbor_trial(job / "t-1__b", reward=0)
+    harbor_trial(job / "t-2__a", task="t-2", reward={"score": 0.5})
+    harbor_trial(job / "t-2__b", task="t-2", reward=None, exception_info={"exception_type": "EnvironmentStartError"})
+    harbor_trial(job / "t-1__o", agent="oracle", model=None)
+    (job / "result.json").write_text('{"id": "x", "n_total_trials": 5, "stats": {}}')
+    (job / "config.json").write_text("{}")
+    # what an agent has left in its own trial's folder is no trial
+    harbor_trial(job / "t-1__b" / "artifacts" / "t-9__x", task="t-9")
+    (job / "t-1__b" / "agent").mkdir()
+    (job / "t-1__b" / "agent" / "result.json").write_text('{"trial_name": "agent", "task_name": "t-9"}')
+    for folder in (job, tmp_path / "jobs"):
+        code, said = cli(capsys, monkeypatch, evaluation, "report", folder, "--json")
+        m, oracle = map(json.loads, said.splitlines())
+        assert code == 0 and (m["model"], m["tasks"], m["attempts"], m["missing"]) == ("m-1", 2, 4, 1)
+        assert m["mean"] == pytest.approx((0.5 + 0.25) / 2) and (oracle["model"], oracle["mean"]) == ("oracle", 1.0)
+    said = cli(capsys, monkeypatch, evaluation, "report", job)[1]
+    assert "EnvironmentStartError 1" in said and "turns an episode: 4.0" in said
+    (job / "t-3__a").mkdir()
+    (job / "t-3__a" / "config.json").write_text("{}")
+    with pytest.warns(UserWarning, match="t-3__a has no result.json"):
+        cli(capsys, monkeypatch, evaluation, "report", job)
+    ours = write_jsonl(tmp_path / "ours.jsonl", eval_rows(**{"t-1": [1, 1], "t-2": [1, 1]}))
+    assert "+62.50 points" in cli(capsys, monkeypatch, evaluation, "compare", f"{job}:m-1", ours)[1]
+
+
+@pytest.mark.parametrize("break_it, named", [
+    (lambda job: (job / "a" / "result.json").write_text("{"), "a/result.json: not JSON"),
+    (lambda job: harbor_trial(job / "b", reward={"x": 1, "y": 0}), "b/result.json: several rewards (x, y)"),
+    (lambda job: harbor_trial(job / "b", reward=7), "b/result.json: reward 7"),
+    (lambda job: harbor_trial(job / "b", task=None), "b/result.json has no task_id"),
+    (lambda job: (job / "a" / "result.json").unlink(), "no results of Harbor trials"),
+])
+def test_broken_harbor_results_are_named(break_it, named, tmp_path, capsys, monkeypatch):
+    harbor_trial(tmp_path / "job" / "a")
+    break_it(tmp_path / "job")
+    code, said = cli(capsys, monkeypatch, evaluation, "report", tmp_path / "job")
+    assert str(code).startswith("eval.py: ") and named in code and said == ""
