@@ -401,7 +401,7 @@ def plot(args):
         if not metrics or not {"step", "reward"} <= metrics[0].keys():
             raise ValueError(f"{run}/metrics.jsonl is {'not dppo.py' + chr(39) + 's' if metrics else 'empty'}")
         training[label].append(metrics)
-        for file in sorted(run.glob("eval_*.jsonl")):
+        for file in sorted(run.glob("eval_*.jsonl"), reverse=True):  # sft before rl
             stage, style = STAGES.get(file.stem[5:], (file.stem[5:], ":"))
             step = {"before": 0, "after": metrics[-1]["step"] + 1}.get(stage)
             for rows in read_rows([file]).values():

@@ -81,11 +81,11 @@ def final_answer(text: str) -> str | None:
             depth += {"{": 1, "}": -1}.get(said[end], 0)
             if depth == 0:
                 return said[start + len("\\boxed{") : end]
-    stated = re.findall(r"(?i)\banswer(?:\s+is\b|\s*[:=])[:*_$\s]*([^\n]+)", said)
-    if not stated:
+    *_, stated = re.split(r"(?i)\banswer(?:\s+is\b|\s*[:=])[:*_$\s]*", said)
+    if stated == said:
         return None
-    number = re.match(r"[+-]?\d[\d,]*(?:[./]\d+)?", stated[-1])
-    return number[0] if number else stated[-1].rstrip(" .*_$")
+    number = re.match(r"[+-]?\d[\d,]*(?:[./]\d+)?", stated)
+    return number[0] if number else stated.partition("\n")[0].rstrip(" .*_$")
 
 
 def answer_once(task: dict, engine, chat, sampling, *, seed: int, group: int, sample: int, model: str) -> dict:

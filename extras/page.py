@@ -35,32 +35,35 @@ def write_page(source: str, path: str, tokenizer_folder: str | None = None) -> s
         template = template.replace(f"{{{kind} hash}}", f"sha256-{digest}")
     head, tail = template.split("<!-- episodes -->")
     index, texts, tokenizer = [], {}, None
-    part = f"{path}.part"
-    with open(part, "w", encoding="utf-8") as page:
-        page.write(head)
-        for number, record in numbered_records(source):
-            if not isinstance(record.get("messages"), list):
-                raise ValueError(f"{source}:{number} has no messages to show")
-            folder = tokenizer_folder or record.get("model")
-            if record.get("token_ids") and not tokenizer and isinstance(folder, str) and os.path.isdir(folder):
-                from transformers import AutoTokenizer
+    part = Path(f"{path}.part")
+    try:
+        with open(part, "w", encoding="utf-8") as page:
+            page.write(head)
+            for number, record in numbered_records(source):
+                if not isinstance(record.get("messages"), list):
+                    raise ValueError(f"{source}:{number} has no messages to show")
+                folder = tokenizer_folder or record.get("model")
+                if record.get("token_ids") and not tokenizer and isinstance(folder, str) and os.path.isdir(folder):
+                    from transformers import AutoTokenizer
 
-                tokenizer = AutoTokenizer.from_pretrained(folder)
-            episode = {name: record.get(name) for name in ONLY_OPENED}
-            episode["messages"] = [shown_message(m) for m in record["messages"] if isinstance(m, dict)]
-            for name in LOGPROBS:
-                episode[name] = [round(p, 4) if isinstance(p, (int, float)) else None
-                                 for p in record.get(name) or []]
-            if tokenizer and record.get("token_ids"):
-                episode["pieces"] = token_texts(tokenizer, record["token_ids"], texts)
-            page.write(f'<script type="text/plain" id="episode-{len(index)}">{packed(episode)}</script>\n')
-            index.append([record.get(name) for name in LISTED])
-        if not index:
-            raise ValueError(f"{source} has no episodes")
-        listed = {"source": os.path.basename(source), "fields": LISTED, "episodes": index, "texts": texts}
-        page.write(f'<script type="text/plain" id="index">{packed(listed)}</script>\n')
-        page.write(tail)
-    os.replace(part, path)
+                    tokenizer = AutoTokenizer.from_pretrained(folder)
+                episode = {name: record.get(name) for name in ONLY_OPENED}
+                episode["messages"] = [shown_message(m) for m in record["messages"] if isinstance(m, dict)]
+                for name in LOGPROBS:
+                    episode[name] = [round(p, 4) if isinstance(p, (int, float)) else None
+                                     for p in record.get(name) or []]
+                if tokenizer and record.get("token_ids"):
+                    episode["pieces"] = token_texts(tokenizer, record["token_ids"], texts)
+                page.write(f'<script type="text/plain" id="episode-{len(index)}">{packed(episode)}</script>\n')
+                index.append([record.get(name) for name in LISTED])
+            if not index:
+                raise ValueError(f"{source} has no episodes")
+            listed = {"source": os.path.basename(source), "fields": LISTED, "episodes": index, "texts": texts}
+            page.write(f'<script type="text/plain" id="index">{packed(listed)}</script>\n')
+            page.write(tail)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
     size = os.path.getsize(path) / 1e6
     shading = "" if texts else "; tokens are not shown: --model FOLDER names their tokenizer"
     return f"{path}: {len(index)} episodes, {size:.1f} MB{shading}"
