@@ -349,6 +349,8 @@ class EndpointError(InfraError):
 class ChatEngine:
     """Any OpenAI-compatible chat endpoint: messages in, one message out. For teachers and closed models."""
 
+    tools = [TOOL]
+
     def __init__(self, url: str, model: str):
         self.url, self.model = url.rstrip("/") + "/chat/completions", model
         self.key = os.environ.get("OPENAI_API_KEY")
@@ -361,7 +363,7 @@ class ChatEngine:
             # an answer to a turn without a call has no call to belong to: the API wants it from the user
             "messages": [{**m, "role": "user"} if m["role"] == "tool" and "tool_call_id" not in m else m
                          for m in messages],
-            "tools": [TOOL],
+            **({"tools": self.tools} if self.tools else {}),  # an empty list is refused
             "max_tokens": limit,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -647,6 +649,35 @@ def run_jobs(jobs, function, workers: int):
         yield result
 
 
+def play_missing(jobs, play, path: str, player: str, workers: int) -> list[dict]:
+    """Plays the jobs (group, task, sample) that a file lacks, appends their records; returns all it has then.
+
+    A record without reward (infra_error) says nothing about the player: its job is played again, and the
+    later record counts. ValueError if the file holds something else. """
+    latest = {}
+    for record in read_jsonl(path) if os.path.exists(path) else []:
+        if not {"model", "task_id", "sample", "reward"} <= record.keys():
+            raise ValueError(f"{path} holds something other than rollouts; choose another --out")
+        if record["model"] != player:
+            raise ValueError(f"{path} holds rollouts of {record['model']}; choose another --out")
+        latest[record["task_id"], record["sample"]] = record
+    missing = [job for job in jobs if latest.get((job[1]["id"], job[2]), {}).get("reward") is None]
+    rewards = [r["reward"] for r in latest.values() if r["reward"] is not None]
+    total, count = sum(rewards), len(rewards)
+    bar = tqdm(total=len(jobs), initial=len(jobs) - len(missing), unit="ep")
+    with JsonlWriter(path) as out, bar:
+        for record in run_jobs(missing, play, workers):
+            out.write(record)
+            latest[record["task_id"], record["sample"]] = record
+            if record["reward"] is None:
+                tqdm.write(f"infra_error in {record['task_id']}: {record['error']}")
+            else:
+                total, count = total + record["reward"], count + 1
+            bar.set_postfix(mean=f"{total / max(1, count):.3f}", refresh=False)
+            bar.update()
+    return list(latest.values())
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     # what
@@ -702,12 +733,8 @@ def rollout(args):
         engine, chat = make_engine(args.engine, args.model)
     sampling = sampling_from(args)
 
-    finished = read_jsonl(args.out) if os.path.exists(args.out) else []
     player = "oracle" if args.oracle else args.model
-    if others := {r["model"] for r in finished} - {player}:
-        raise ValueError(f"{args.out} holds rollouts of {', '.join(sorted(others))}; choose another --out")
-    done = {(r["task_id"], r["sample"]) for r in finished}
-    jobs = [(g, t, s) for g, t in enumerate(tasks) for s in range(args.n) if (t["id"], s) not in done]
+    jobs = [(g, t, s) for g, t in enumerate(tasks) for s in range(args.n)]
 
     def play(job):
         group, task, sample = job
@@ -724,20 +751,10 @@ def rollout(args):
             grade=args.grade,
         )
 
-    rewards = [r["reward"] for r in finished if r["reward"] is not None]
-    failed = len(finished) - len(rewards)
-    with JsonlWriter(args.out) as out, tqdm(total=len(jobs) + len(done), initial=len(done), unit="ep") as bar:
-        for record in run_jobs(jobs, play, args.workers):
-            out.write(record)
-            if record["reward"] is None:
-                failed += 1
-                tqdm.write(f"infra_error in {record['task_id']}: {record['error']}")
-            else:
-                rewards.append(record["reward"])
-            bar.set_postfix(reward=f"{np.mean(rewards or [0]):.3f}", refresh=False)
-            bar.update()
-    print(f"{args.out}: {len(rewards) + failed} rollouts of {len(tasks)} tasks, mean reward "
-          f"{np.mean(rewards or [0]):.3f}, {failed} infra errors")
+    records = play_missing(jobs, play, args.out, player, args.workers)
+    rewards = [r["reward"] for r in records if r["reward"] is not None]
+    print(f"{args.out}: {len(records)} rollouts of {len(tasks)} tasks, mean reward "
+          f"{np.mean(rewards or [0]):.3f}, {len(records) - len(rewards)} infra errors")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@
 
 A missing Docker or Podman skips its tests, unless REQUIRE_BACKENDS is set, as .ci/run does: then they fail.
 """
-import ast, base64, collections, concurrent.futures, glob, http.server, inspect, io, itertools, json, math, os, re, resource, signal
-import subprocess, sys, tarfile, textwrap, threading, time, zipfile
+import ast, base64, collections, concurrent.futures, fcntl, glob, http.server, inspect, io, itertools
+import json, math, os, re, resource, shutil, signal, subprocess, sys, tarfile, tempfile, textwrap
+import threading, time, zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +18,10 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 import dppo, eval as evaluation, gen, rollout, sandbox, sft
-from builtin import families, tiny
+from builtin import answers, families, tiny
 from builtin.engine import TorchEngine
 from builtin.families import FAMILIES
-from extras import harbor
+from extras import harbor, page
 from rollout import MARKER, SUBMIT, SYSTEM, TOOL, Call, Chat, Sampling, Turn, parse_calls, run_episode
 from sandbox import (AgentFault, Grade, InfraError, JsonlWriter, Result, Sandbox, SandboxKilled, TaskError,
                      VerifierFailed, check_task, docker_hosts, load_tasks,
@@ -1108,7 +1109,7 @@ HERMES_TEMPLATE = tiny.TEMPLATE
 # In the style of Qwen3: JSON calls, and the thinking of every turn but the last is left out when messages are rendered.
 THINKING_TEMPLATE = """\
 {{- '<|im_start|>system\\n' + messages[0].content + '\\n\\nTools:\\n' }}
-{%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}
+{%- for tool in tools or [] %}{{- tool | tojson + '\\n' }}{%- endfor %}
 {{- 'Call with <tool_call>\\n{"name": ..., "arguments": ...}\\n</tool_call><|im_end|>\\n' }}
 {%- for message in messages[1:] %}
     {%- if message.role == 'user' %}{{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}
@@ -1129,7 +1130,7 @@ THINKING_TEMPLATE = """\
 XML_TEMPLATE = """\
 {%- if not messages[1:] | selectattr('role', 'equalto', 'user') | list %}{{- raise_exception('no user') }}{%- endif %}
 {{- '<|im_start|>system\\n# Tools\\n<tools>' }}
-{%- for tool in tools %}{{- '\\n' + tool | tojson }}{%- endfor %}
+{%- for tool in tools or [] %}{{- '\\n' + tool | tojson }}{%- endfor %}
 {{- '\\n</tools>\\n<tool_call>\\n<function=name>\\n<parameter=key>\\nvalue\\n</parameter>\\n</function>\\n</tool_call>' }}
 {{- '\\n\\n' + messages[0].content | trim + '<|im_end|>\\n' }}
 {%- for message in messages[1:] %}
@@ -3118,8 +3119,8 @@ def test_report(tmp_path, capsys, monkeypatch):
     assert code == 0 and [json.loads(line)["model"] for line in lines] == ["m", "n"] and len(lines) == 2
     assert json.loads(lines[0])["mean"] == 0.5
     code, said = cli(capsys, monkeypatch, evaluation, "report", path)
-    assert code == 0 and "50.00%" in said and "1 attempts have no reward" in said
-    assert re.search(r"cut-column +100.00%", said) and re.search(r"sort-unique +0.00%", said)
+    assert code == 0 and "50.00%" in said and "attempts without reward: 1" in said
+    assert re.search(r"cut-column +1 +100.00%", said) and re.search(r"sort-unique +1 +0.00%", said)
 
 
 @pytest.mark.parametrize("row, named", [
@@ -3154,7 +3155,7 @@ def test_eval_run_plays_reports_and_continues(warm, fresh, demos, tmp_path, caps
     assert code == 0 and rows[:4] == first and sorted((r["task_id"], r["attempt"])
                                                       for r in rows) == [(f"t-{i}", k) for i in range(4)
                                                           for k in range(3)]
-    assert not set(evaluation.TOKEN_FIELDS) & set(rows[0]) and rows[0]["messages"] and "4 tasks, 12 attempts" in said
+    assert not set(evaluation.TOKEN_FIELDS) & set(rows[0]) and rows[0]["messages"] and re.search(r" 4 +12 ", said)
     code, _ = cli(capsys, monkeypatch, evaluation, *flags[:4], fresh, *flags[5:])
     assert warm in code and "--out" in code  # another model's attempts do not get mixed in
 
@@ -3170,7 +3171,8 @@ def test_eval_retries_what_is_ours_and_counts_what_stays_missing(bwrap, endpoint
                      "--infra-retries", 2)
     rows = {r["task_id"]: r for r in read_jsonl(tmp_path / "out")}
     assert code == 0 and rows["t-1"]["reward"] == 1 and rows["t-2"]["reward"] is None and "expired" in rows["t-2"]["error"]
-    assert len(endpoint.requests) == 1 + 2 + 3 and "1 attempts have no reward" in said
+    assert len(endpoint.requests) == 1 + 2 + 3 and "attempts without reward: 1\n    1 because of: http" in said
+    assert (rows["t-1"]["infra_retries"], rows["t-2"]["infra_retries"]) == (1, 2) and "infra error: 3" in said
 
 
 @pytest.mark.parametrize("tasks", [1, 3])
@@ -5399,3 +5401,671 @@ def test_harbor_reads_the_folders_as_we_do(harbor_python, tmp_path):
             assert value is None or value == sandbox.limits_of(task)[key], (task["id"], key)
         assert instruction.replace("\r\n", "\n") == task["instruction"].replace("\r\n", "\n")
         assert user is None or str(user).replace("0", "root") in (sandbox.user_of(task), "1rootrootroot")
+# ------------------------------------------------------------------------------------------------ eval: statistics
+
+TB2 = f"{ROOT}/docs/tb2_trials.jsonl"
+TABLE_16 = {  # RECIPE section 5: mean, pass@5
+    "Qwen3.5-2B": (2.25, 4.5), "tmax-2b": (2.92, 5.6), "Qwen3.5-4B": (16.63, 27.0), "tmax-4b": (18.88, 27.0),
+    "Qwen3.5-9B": (21.12, 33.7), "tmax-9b": (27.19, 40.4), "Qwen3.6-27B": (39.55, 55.1), "tmax-27b": (42.70, 52.8)}
+PAIRED = {  # RECIPE section 5: difference, standard error, does the 95% interval exclude 0
+    ("Qwen3.5-2B", "tmax-2b"): (0.67, 0.75, False), ("Qwen3.5-4B", "tmax-4b"): (2.25, 2.36, False),
+    ("Qwen3.5-9B", "tmax-9b"): (6.07, 2.68, True), ("Qwen3.6-27B", "tmax-27b"): (3.15, 2.30, False)}
+
+
+def test_table_16(capsys, monkeypatch):
+    code, said = cli(capsys, monkeypatch, evaluation, "report", TB2, "--json")
+    every = {s["model"]: s for s in map(json.loads, said.splitlines())}
+    assert code == 0 and list(every) == list(TABLE_16)
+    keys = "model tasks attempts mean se_tasks se_runs pass_at_k missing mean_without_missing".split()
+    for model, (mean, pass_5) in TABLE_16.items():
+        s = every[model]
+        assert list(s) == keys and (s["tasks"], s["attempts"]) == (89, 445) and list(s["pass_at_k"]) == list("12345")
+        assert round(100 * s["mean"], 2) == mean and round(100 * s["pass_at_k"]["5"], 1) == pass_5
+        assert s["pass_at_k"]["1"] == pytest.approx(s["mean"])
+    assert sum(s["missing"] for s in every.values()) == 55
+    code, said = cli(capsys, monkeypatch, evaluation, "report", TB2)
+    assert code == 0 and all(re.search(rf"{re.escape(m)} .* {mean:.2f}%", said) for m, (mean, _) in TABLE_16.items())
+
+
+@pytest.mark.parametrize("models", PAIRED, ids="/".join)
+def test_paired_differences_of_table_16(models, capsys, monkeypatch):
+    difference, error, excludes_0 = PAIRED[models]
+    c = evaluation.paired(*(evaluation.rows_of_one(f"{TB2}:{model}") for model in models))
+    assert (round(100 * c["difference"], 2), round(100 * c["se"], 2), c["tasks"]) == (difference, error, 89)
+    assert (c["low"] > 0) == excludes_0 and c["won"] + c["lost"] <= 89
+    code, said = cli(capsys, monkeypatch, evaluation, "compare", *(f"{TB2}:{model}" for model in models))
+    assert code == 0 and f"{difference:+.2f} points, standard error {error:.2f}" in said
+    assert ("B is better than A" in said) == excludes_0 and ("could be noise" in said) != excludes_0
+    back = cli(capsys, monkeypatch, evaluation, "compare", *(f"{TB2}:{model}" for model in reversed(models)))[1]
+    assert f"{-difference:+.2f} points" in back and ("A is better than B" in back) == excludes_0
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_success():
+    for n, c, k in itertools.product(range(1, 8), range(8), range(1, 9)):
+        if c <= n and k <= n:
+            subsets = list(itertools.combinations([1] * c + [0] * (n - c), k))
+            assert evaluation.pass_at_k(n, c, k) == pytest.approx(np.mean([any(s) for s in subsets]))
+        elif c <= n:
+            assert evaluation.pass_at_k(n, c, k) is None
+
+
+def test_standard_errors_are_what_repeating_the_evaluation_shows():
+    """se_runs: new attempts at the same tasks; se_tasks: new tasks, each with new attempts."""
+    rng = np.random.default_rng(0)
+
+    def rows(rates, n=5):
+        return eval_rows(**{f"t{i}": (rng.random(n) < rate).astype(float) for i, rate in enumerate(rates)})
+
+    rates = rng.beta(0.5, 0.8, 60)
+    same = [evaluation.statistics(rows(rates)) for _ in range(400)]
+    assert np.mean([s["se_runs"] for s in same]) == pytest.approx(np.std([s["mean"] for s in same]), rel=0.12)
+    other = [evaluation.statistics(rows(rng.beta(0.5, 0.8, 60))) for _ in range(400)]
+    assert np.mean([s["se_tasks"] for s in other]) == pytest.approx(np.std([s["mean"] for s in other]), rel=0.12)
+
+
+def test_paired_by_hand():
+    a = eval_rows(x=[0, 0], y=[1, 0], z=[1, 1], only_a=[1], w=[None, 1])
+    b = eval_rows(z=[1, 0], y=[1, 1], x=[1, 1], only_b=[0], w=[0.5])
+    c = evaluation.paired(a, b)
+    differences = np.array([1, 0.5, -0.5, 0])  # x, y, z, w: a missing reward counts 0
+    assert (c["tasks"], c["unpaired"], c["won"], c["lost"]) == (4, 2, 2, 1)
+    assert c["difference"] == pytest.approx(differences.mean()) and c["se"] == pytest.approx(differences.std(ddof=1) / 2)
+    assert c["mean_b"] - c["mean_a"] == pytest.approx(c["difference"]) and c == evaluation.paired(a, b)
+    # all 256 samples of four with replacement: the exact bootstrap
+    exact = [np.mean(again) for again in itertools.product(differences, repeat=4)]
+    assert [c["low"], c["high"]] == pytest.approx(np.percentile(exact, [2.5, 97.5]), abs=0.07)
+    one = evaluation.paired(eval_rows(x=[1]), eval_rows(x=[0]))
+    assert one["se"] is None and one["low"] == one["high"] == -1
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says():
+    rng, covered = np.random.default_rng(1), 0
+    for _ in range(200):  # B is better by .1 on tasks whose difficulty varies
+        rates = rng.uniform(0, 0.9, 60)
+        a, b = (eval_rows(**{f"t{i}": (rng.random(5) < r + more).astype(float) for i, r in enumerate(rates)})
+                for more in (0, 0.1))
+        c = evaluation.paired(a, b, resamples=500)
+        covered += c["low"] <= 0.1 <= c["high"]
+    assert 0.88 <= covered / 200 <= 0.99
+
+
+def test_case_34(tmp_path, capsys, monkeypatch):
+    """(4, 2, 2) = .8333; beyond the attempts there are: n/a; tasks of different n; missing rewards counted and said."""
+    assert evaluation.pass_at_k(4, 2, 2) == pytest.approx(0.8333, abs=1e-4)
+    path = write_jsonl(tmp_path / "e.jsonl", eval_rows(a=[1, 1, 0, 0], b=[1, 1], c=[None, 1, 1]))
+    code, said = cli(capsys, monkeypatch, evaluation, "report", path, "--json")
+    s = json.loads(said)
+    assert s["pass_at_k"] == pytest.approx({"1": (0.5 + 1 + 2 / 3) / 3, "2": (5 / 6 + 1 + 1) / 3}) and s["missing"] == 1
+    assert s["mean_without_missing"] == pytest.approx((0.5 + 1 + 1) / 3)
+    said = cli(capsys, monkeypatch, evaluation, "report", path)[1].splitlines()
+    cells = dict(zip(re.split(" {2,}", said[0]), said[1].split()))
+    assert (cells["pass@3"], cells["pass@4"], cells["missing"], cells["mean without"]) == ("n/a", "n/a", "1", "83.33%")
+
+
+@pytest.mark.parametrize("lines, named", [
+    ([], "no rows"), (['{"model": "m", "task": "t", "rewards": "0x1"}'], ":1: rewards '0x1'"),
+    (['{"model": "m", "task": "t", "rewards": 1}'], ":1: rewards 1"), (['{"task": "t", "rewards": "01"}'], ":1 has no model"),
+    (['{"model": "m", "task": "t", "rewards": "01"}', '{"model": "m", "task": "t", "rewards": "1"}'], ":2: attempt 0 of t by m is there twice"),
+    (['{"model": 3, "task_id": "t", "reward": 1}'], ":1 has no model"),
+    (['{"model": "m", "task_id": "t", "reward": true}'], ":1: reward True"),
+    (['{"model": "m", "task_id": "t", "reward": NaN}'], ":1: reward nan"), (["[1]"], ":1: not a JSON object"),
+    (['{"model": "m", ', '{"model": "m", "task_id": "t", "reward": 1}'], ":1: not a line of JSON"),
+    (None, "No such file"),
+])
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_bad_rows_are_one_clear_line(command, lines, named, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "e.jsonl"
+    if lines is not None:
+        path.write_text("".join(line + "\n" for line in lines))
+    code, said = cli(capsys, monkeypatch, evaluation, command, path, *[path] * (command == "compare"))
+    assert str(code).startswith("eval.py: ") and named in code and "\n" not in code and said == ""
+
+
+def test_a_torn_last_line_is_left_out_with_a_warning(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "e.jsonl"
+    path.write_text('{"model": "m", "task_id": "t", "reward": 1}\n{"model": "m", "task_id": "t", "rew')
+    with pytest.warns(UserWarning, match="torn"):
+        code, said = cli(capsys, monkeypatch, evaluation, "report", path, "--json")
+    assert code == 0 and json.loads(said)["attempts"] == 1
+
+
+@pytest.mark.parametrize("sources, named", [
+    ([TB2, TB2], "several models; say which"), ([f"{TB2}:nobody", TB2], "no model nobody"),
+    ([f"{TB2}:tmax-2b", "nothing.jsonl"], "No such file")])
+def test_compare_says_what_it_cannot_compare(sources, named, capsys, monkeypatch):
+    code, said = cli(capsys, monkeypatch, evaluation, "compare", *sources)
+    assert named in code and said == ""
+
+
+def test_compare_of_few_tasks_and_of_none_in_common(tmp_path, capsys, monkeypatch):
+    a = write_jsonl(tmp_path / "a.jsonl", eval_rows(x=[0, 1], y=[None, 0]))
+    b = write_jsonl(tmp_path / "b.jsonl", eval_rows(x=[1, 1], z=[1]))
+    code, said = cli(capsys, monkeypatch, evaluation, "compare", a, b)
+    assert code == 0 and "1 missing rewards count as 0" in said and "2 tasks that only one" in said
+    assert "ahead on 1 tasks, behind on 0, level on 0" in said and "too few" in said and "standard error n/a" in said
+    code, _ = cli(capsys, monkeypatch, evaluation, "compare", a, write_jsonl(tmp_path / "c.jsonl", eval_rows(z=[1])))
+    assert "no task in common" in code
+
+
+# ------------------------------------------------------------------------------------------------ eval: Harbor's job results
+
+def harbor_trial(folder, task="org/t-1", reward=1.0, agent="tmax", model={"name": "m-1", "provider": "local"}, **more):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    rewards = reward if isinstance(reward, dict) else {"reward": reward}
+    (folder / "result.json").write_text(json.dumps({
+        "task_name": task, "trial_name": folder.name, "agent_info": {"name": agent, "version": "1", "model_info": model},
+        "agent_result": {"n_output_tokens": 30, "metadata": {"n_episodes": 4}}, "exception_info": None,
+        "verifier_result": None if reward is None else {"rewards": rewards}, **more}))
+
+
+def test_a_folder_of_harbor_job_results(tmp_path, capsys, monkeypatch):
+    job = tmp_path / "jobs" / "2026-01-01"
+    harbor_trial(job / "t-1__a", reward=1.0)
+    harbor_trial(job / "t-1__b", reward=0)
+    harbor_trial(job / "t-2__a", task="t-2", reward={"score": 0.5})
+    harbor_trial(job / "t-2__b", task="t-2", reward=None, exception_info={"exception_type": "EnvironmentStartError"})
+    harbor_trial(job / "t-1__o", agent="oracle", model=None)
+    (job / "result.json").write_text('{"id": "x", "n_total_trials": 5, "stats": {}}')
+    (job / "config.json").write_text("{}")
+    # what an agent has left in its own trial's folder is no trial
+    harbor_trial(job / "t-1__b" / "artifacts" / "t-9__x", task="t-9")
+    (job / "t-1__b" / "agent").mkdir()
+    (job / "t-1__b" / "agent" / "result.json").write_text('{"trial_name": "agent", "task_name": "t-9"}')
+    for folder in (job, tmp_path / "jobs"):
+        code, said = cli(capsys, monkeypatch, evaluation, "report", folder, "--json")
+        m, oracle = map(json.loads, said.splitlines())
+        assert code == 0 and (m["model"], m["tasks"], m["attempts"], m["missing"]) == ("m-1", 2, 4, 1)
+        assert m["mean"] == pytest.approx((0.5 + 0.25) / 2) and (oracle["model"], oracle["mean"]) == ("oracle", 1.0)
+    said = cli(capsys, monkeypatch, evaluation, "report", job)[1]
+    assert "EnvironmentStartError 1" in said and "turns an episode: 4.0" in said
+    (job / "t-3__a").mkdir()
+    (job / "t-3__a" / "config.json").write_text("{}")
+    with pytest.warns(UserWarning, match="t-3__a has no result.json"):
+        cli(capsys, monkeypatch, evaluation, "report", job)
+    ours = write_jsonl(tmp_path / "ours.jsonl", eval_rows(**{"t-1": [1, 1], "t-2": [1, 1]}))
+    assert "+62.50 points" in cli(capsys, monkeypatch, evaluation, "compare", f"{job}:m-1", ours)[1]
+
+
+@pytest.mark.parametrize("break_it, named", [
+    (lambda job: (job / "a" / "result.json").write_text("{"), "a/result.json: not JSON"),
+    (lambda job: harbor_trial(job / "b", reward={"x": 1, "y": 0}), "b/result.json: several rewards (x, y)"),
+    (lambda job: harbor_trial(job / "b", reward=7), "b/result.json: reward 7"),
+    (lambda job: harbor_trial(job / "b", task=None), "b/result.json has no task_id"),
+    (lambda job: (job / "a" / "result.json").unlink(), "no results of Harbor trials"),
+])
+def test_broken_harbor_results_are_named(break_it, named, tmp_path, capsys, monkeypatch):
+    harbor_trial(tmp_path / "job" / "a")
+    break_it(tmp_path / "job")
+    code, said = cli(capsys, monkeypatch, evaluation, "report", tmp_path / "job")
+    assert str(code).startswith("eval.py: ") and named in code and said == ""
+
+
+# ------------------------------------------------------------------------------------------------ eval: run
+
+def without_times(rows):
+    return sorted([{k: v for k, v in row.items() if k not in ("times", "infra_retries")} for row in rows],
+                  key=lambda row: (row["task_id"], row["attempt"]))
+
+
+def test_a_killed_evaluation_that_goes_on_equals_one_never_stopped(warm, demos, tmp_path):
+    def command(out):
+        return [sys.executable, f"{ROOT}/eval.py", "run", "--tasks", demos.tasks, "--model", warm, "--out", str(out), "--backend",
+                "bwrap", "--workers", "2", "--attempts", "6", "--max-turns", "3", "--max-turn-tokens", "30"]
+
+    whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
+    assert subprocess.run(command(whole), capture_output=True).returncode == 0
+    process = subprocess.Popen(command(killed), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    await_lines(process, killed, 3)
+    process.kill()
+    process.wait()
+    kept = read_jsonl(killed)
+    assert 3 <= len(kept) < 24
+    with open(killed, "ab") as f:
+        f.write(b'{"attempt": 0, "task_id": "t-')  # what a kill in the middle of a write leaves
+    done = subprocess.run(command(killed), capture_output=True, text=True)
+    assert done.returncode == 0 and read_jsonl(killed)[: len(kept)] == kept
+    # every sampled token comes from (seed, task, attempt, turn), and no row is lost or played twice
+    assert without_times(read_jsonl(killed)) == without_times(read_jsonl(whole))
+    row = read_jsonl(whole)[0]
+    assert row["tokens"] > row["sampled_tokens"] > 0 and not set(evaluation.TOKEN_FIELDS) & set(row)
+
+
+def test_evaluation_settings_are_the_papers(bwrap, endpoint, tmp_path, capsys, monkeypatch):
+    """Temperature .7, top-p .95, 5 attempts, and graded although never submitted."""
+    endpoint.script = [ok(call_message(DO_IT))]
+    path = write_jsonl(tmp_path / "tasks.jsonl", [bash_task()])
+    code, said = cli(capsys, monkeypatch, evaluation, "run", "--tasks", path, "--model", "m", "--engine", f"chat:{endpoint.url}",
+                     "--backend", "bwrap", "--out", tmp_path / "out", "--max-turns", 1)
+    rows = read_jsonl(tmp_path / "out")
+    assert code == 0 and [(r["reward"], r["end"]) for r in rows] == [(1.0, "max_turns")] * 5 and "max_turns 5" in said
+    assert {(b["temperature"], b["top_p"]) for _, _, b, _ in endpoint.requests} == {(0.7, 0.95)}
+
+
+def test_a_task_whose_image_does_not_build_is_missing_and_not_0(backend, endpoint, tmp_path, capsys, monkeypatch):
+    endpoint.script = [ok(call_message(DO_IT)), ok(call_message(SUBMIT))] * 2
+    bad = bash_task("t-bad") | {"dockerfile": "FROM tmax-base:core\nRUN echo no such luck >&2; exit 7\n"}
+    path = write_jsonl(tmp_path / "tasks.jsonl", [bad, bash_task("t-good")])
+    flags = ["run", "--tasks", path, "--model", "m", "--engine", f"chat:{endpoint.url}", "--backend", backend,
+             "--attempts", 2, "--workers", 1, "--out", tmp_path / "out"]
+    code, said = cli(capsys, monkeypatch, evaluation, *flags)
+    rows = read_jsonl(tmp_path / "out")
+    assert code == 0 and sorted((r["task_id"], r["reward"]) for r in rows if r["reward"]) == [("t-good", 1.0)] * 2
+    failed = [r for r in rows if r["task_id"] == "t-bad"]
+    assert [(r["attempt"], r["reward"], r["end"]) for r in failed] == [(0, None, "infra_error"), (1, None, "infra_error")]
+    assert all("t-bad" in r["error"] and "no such luck" in r["error"] for r in failed) and "attempts without reward: 2" in said
+    assert len(endpoint.requests) == 4
+    # mended, the same command plays what has no outcome, and only that
+    write_jsonl(tmp_path / "tasks.jsonl", [bash_task("t-bad"), bash_task("t-good")])
+    endpoint.script = endpoint.script * 2
+    code, said = cli(capsys, monkeypatch, evaluation, *flags)
+    assert code == 0 and len(endpoint.requests) == 8 and len(read_jsonl(tmp_path / "out")) == 6
+    said = json.loads(cli(capsys, monkeypatch, evaluation, "report", tmp_path / "out", "--json")[1])
+    assert (said["tasks"], said["attempts"], said["missing"], said["mean"]) == (2, 4, 0, 1.0)
+
+
+def test_where_no_task_can_be_played_nothing_is_written(bwrap, tmp_path, capsys, monkeypatch):
+    path = write_jsonl(tmp_path / "tasks.jsonl", [bash_task() | {"dockerfile": "FROM elsewhere\n"}])
+    code, _ = cli(capsys, monkeypatch, evaluation, "run", "--tasks", path, "--model", "m", "--engine", "chat:http://127.0.0.1:9/v1",
+                  "--backend", "bwrap", "--out", tmp_path / "out")
+    assert "none of 1 tasks" in code and "FROM elsewhere" in code and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("rows, named", [
+    ([{"model": "other", "task_id": "t", "sample": 0, "attempt": 0, "reward": 1}], "rollouts of other; choose another --out"),
+    ([bash_task()], "something other than rollouts; choose another --out")])
+def test_a_file_of_something_else_is_not_continued(rows, named, bwrap, tmp_path, capsys, monkeypatch):
+    path, out = write_jsonl(tmp_path / "tasks.jsonl", [bash_task()]), write_jsonl(tmp_path / "out", rows)
+    before = Path(out).read_bytes()
+    for module, flags in ((evaluation, ["run"]), (rollout, [])):
+        code, _ = cli(capsys, monkeypatch, module, *flags, "--tasks", path, "--model", "m", "--engine",
+                      "chat:http://127.0.0.1:9/v1", "--backend", "bwrap", "--out", out)
+        assert named in code and Path(out).read_bytes() == before
+
+
+# ------------------------------------------------------------------------------------------------ eval: questions with an answer
+
+@pytest.mark.parametrize("given, want, same", [
+    ("73", "073", True), (" 204.\n", "204", True), ("$1{,}000$", "1000", False), ("1,000", "1000", True), ("12,34", "1234", False),
+    (r"\frac{1}{2}", "0.5", True), (r"\dfrac{-3}{6}", "-1/2", True), ("1/0", "1", False), ("(1, 2)", "(1,2)", True), ("(1,2)", "(12)", False),
+    ("Paris ", "paris", True), ("x+1", "1+x", False), ("", "0", False), ("1e999999999", "1", False), ("9" * 10_000, "9", False), ("-0", "0", True),
+    ("1/" + "0" * 3000 + "1", "1", False), ("٣", "3", True)])
+def test_same_answer(given, want, same):
+    started = time.monotonic()
+    assert answers.same_answer(given, want) == same and time.monotonic() - started < 0.2
+
+
+@pytest.mark.parametrize("text, answer", [
+    (r"so \boxed{12}, no: \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), (r"\boxed{12", None), ("The answer is 042.", "042"),
+    ("**Answer:** 3/4 apples", "3/4"), ("Answer: Paris.", "Paris"), ("first the answer is 1. Then: the answer is $2$.", "2"),
+    (r"<think>\boxed{1}</think> The answer is 2", "2"), (r"<think>the answer is 1, \boxed{1}", None), ("no idea", None), ("", None),
+    (r"\boxed{5} and the answer is 6", "5")])
+def test_final_answer(text, answer):
+    assert answers.final_answer(text) == answer
+
+
+QUESTIONS = [{"id": "q-1", "question": "What is 70 + 3?", "answer": "073"}, {"id": "q-2", "question": "Half of one?", "answer": 0.5}]
+
+
+def test_questions_through_the_terminal(backend, endpoint, tmp_path, capsys, monkeypatch):
+    """Right, wrong, none, and a link to where the answer might lie."""
+    endpoint.script = [ok(call_message(command, SUBMIT)) for command in (
+        "echo 73 > answer.txt", "echo 1/2 > /app/answer.txt", "echo 74 > answer.txt", "true",
+        "ln -s /tests/check.py answer.txt", "mkdir answer.txt")]
+    path = write_jsonl(tmp_path / "questions.jsonl", QUESTIONS)
+    code, said = cli(capsys, monkeypatch, evaluation, "run", "--tasks", path, "--model", "m", "--engine", f"chat:{endpoint.url}",
+                     "--backend", backend, "--attempts", 3, "--workers", 1, "--out", tmp_path / "out")
+    rows = read_jsonl(tmp_path / "out")
+    assert code == 0
+    by_command = {r["messages"][2]["tool_calls"][0]["function"]["arguments"]: r for r in rows}
+    assert len(by_command) == 6 and {r["end"] for r in rows} == {"submitted"}
+    for r in rows:  # the first two answers are right for one question each, whichever attempt got them
+        command = json.loads(r["messages"][2]["tool_calls"][0]["function"]["arguments"])["command"]
+        right = (r["task_id"], command.split(" >")[0]) in (("q-1", "echo 73"), ("q-2", "echo 1/2"))
+        assert (r["reward"] == 1) == right and "expected" in r["grade_log"], r
+    assert "What is 70 + 3?" in str(endpoint.requests[0][2]) and "073" not in str([b["messages"] for _, _, b, _ in endpoint.requests])
+
+
+def test_questions_in_a_single_turn(endpoint, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody.sock")  # needs no sandbox
+    endpoint.script = [ok({"role": "assistant", "content": text}) for text in
+                       (r"\boxed{73}", "The answer is 74.", r"$\boxed{\frac12}$ or \boxed{1/2}")] + [(401, {}, {})]
+    path = write_jsonl(tmp_path / "questions.jsonl", QUESTIONS)
+    flags = ["run", "--tasks", path, "--model", "m", "--engine", f"chat:{endpoint.url}", "--no-tools", "--attempts", 2,
+             "--workers", 1, "--out", tmp_path / "out", "--infra-retries", 1]
+    code, said = cli(capsys, monkeypatch, evaluation, *flags)
+    rows = read_jsonl(tmp_path / "out")
+    assert code == 0 and [(r["task_id"], r["attempt"], r["reward"], r["end"]) for r in rows] == [
+        ("q-1", 0, 1.0, "submitted"), ("q-1", 1, 0.0, "submitted"), ("q-2", 0, 1.0, "submitted"), ("q-2", 1, None, "infra_error")]
+    assert rows[1]["grade_log"] == "expected '073', found '74'" and len(endpoint.requests) == 5
+    bodies = [body for _, _, body, _ in endpoint.requests]
+    assert all("tools" not in body and body["temperature"] == 0.7 for body in bodies)
+    assert json.loads(cli(capsys, monkeypatch, evaluation, "report", tmp_path / "out", "--json")[1])["mean"] == 0.5
+    endpoint.script = [ok({"role": "assistant", "content": "Answer: 0.5"})] * 6  # what had no outcome is asked again
+    assert cli(capsys, monkeypatch, evaluation, *flags)[0] == 0 and len(endpoint.requests) == 6
+    assert json.loads(cli(capsys, monkeypatch, evaluation, "report", tmp_path / "out", "--json")[1])["mean"] == 0.75
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_single_turn_by_tokens(name, folders):
+    chat = Chat(folders[name])
+    task = answers_of(QUESTIONS)[0]
+    engine = SaysTokens(chat, "</think>\\boxed{73}" if name == "xml" else "<think>1</think> answer: 73")
+    r = answers.answer_once(task, engine, chat, Sampling(max_turn_tokens=60), seed=0, group=0, sample=0, model="m")
+    assert (r["reward"], r["end"], r["turns"]) == (1.0, "submitted", 1)
+    prompt = chat.tokenizer.decode(engine.prompts[0])
+    assert "What is 70 + 3?" in prompt and "073" not in prompt and r["token_ids"][: len(engine.prompts[0])] == engine.prompts[0]
+    assert sum(r["loss_mask"]) == len(r["token_ids"]) - len(engine.prompts[0])
+    cut = answers.answer_once(task, SaysTokens(chat, "no " * 99), chat, Sampling(max_turn_tokens=9), seed=0, group=0, sample=0, model="m")
+    assert (cut["reward"], cut["end"]) == (0.0, "length")
+
+
+def answers_of(questions):
+    with tempfile.TemporaryDirectory() as folder:
+        return answers.answer_tasks(write_jsonl(Path(folder) / "q.jsonl", questions))
+
+
+@pytest.mark.parametrize("questions, flags, named", [
+    ([{"id": "q", "question": "?"}], [], "questions.jsonl:1: answer is missing"), ([{"id": "", "question": "?", "answer": "1"}], [], ":1: id is missing"),
+    ([{"id": "q", "question": "?", "answer": "1"}] * 2, [], ":2: the id q is there twice"),
+    ([{"id": "q", "question": "?", "answer": [1]}], [], ":1: answer is missing"),
+    ([{"id": "q", "question": "?", "answer": "1"}, bash_task()], [], ":2: question is missing"),
+    ([bash_task()], ["--no-tools"], "t-1 has none")])
+def test_bad_questions_are_one_clear_line(questions, flags, named, tmp_path, capsys, monkeypatch):
+    path = write_jsonl(tmp_path / "questions.jsonl", questions)
+    code, _ = cli(capsys, monkeypatch, evaluation, "run", "--tasks", path, "--model", "m", "--engine", "chat:http://127.0.0.1:9/v1",
+                  "--out", tmp_path / "out", *flags)
+    assert str(code).startswith("eval.py: ") and named in code and "\n" not in code
+
+
+# ------------------------------------------------------------------------------------------------ eval: the page of episodes
+
+class Browser:
+    """A headless Chromium with one page, spoken to over its debugging pipe: NUL-ended JSON on descriptors 3 and 4."""
+
+    def __init__(self):
+        self.folder, self.buffer, self.events, self.count, self.session = tempfile.TemporaryDirectory(), b"", [], 0, None
+        there, self.out = os.pipe()
+        self.into, back = os.pipe()
+        fds = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (there, back)]
+        program = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run",
+                   "--disable-background-networking", f"--user-data-dir={self.folder.name}", "about:blank"]
+        self.process = subprocess.Popen(["bash", "-c", f'exec "$@" 3<&{fds[0]} 4>&{fds[1]}', "_", *program], pass_fds=fds,
+                                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for fd in (there, back, *fds):
+            os.close(fd)
+        page = next(t for t in self("Target.getTargets")["targetInfos"] if t["type"] == "page")
+        self.session = self("Target.attachToTarget", targetId=page["targetId"], flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self(domain + ".enable")
+
+    def __call__(self, method, **params):
+        self.count += 1
+        message = {"id": self.count, "method": method, "params": params} | ({"sessionId": self.session} if self.session else {})
+        os.write(self.out, json.dumps(message).encode() + b"\0")
+        while True:
+            while b"\0" not in self.buffer:
+                data = os.read(self.into, 1 << 20)
+                assert data, "the browser is gone"
+                self.buffer += data
+            one, _, self.buffer = self.buffer.partition(b"\0")
+            got = json.loads(one)
+            if got.get("id") == self.count:
+                assert "error" not in got, got
+                return got["result"]
+            self.events.append(got)
+
+    def js(self, code):
+        got = self("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in got, got
+        return got["result"].get("value")
+
+    def wait(self, code):
+        """Until the expression is true; its value."""
+        deadline = time.monotonic() + 60
+        while not (value := self.js(code)):
+            assert time.monotonic() < deadline, code
+            time.sleep(0.02)
+        return value
+
+    def open(self, path, width=1280, height=800, dark=False):
+        """Opens a page; the milliseconds from navigation until its list could be used."""
+        self("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
+        self.events = []
+        self("Page.navigate", url="about:blank")
+        self("Page.navigate", url=f"file://{path}")
+        self.wait("location.protocol === 'file:' && performance.getEntriesByName('ready').length")
+        return self.js("performance.getEntriesByName('ready')[0].startTime")
+
+    def press(self, key):
+        for kind in ("keyDown", "keyUp"):
+            self("Input.dispatchKeyEvent", type=kind, key=key, text=key if kind == "keyDown" and len(key) == 1 else "")
+
+    def text(self, selector):
+        return self.js(f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.textContent)")
+
+    def complaints(self):
+        """What the page logged, threw, was refused by its policy, or asked of any network."""
+        return [e for e in self.events if e.get("method") in ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled")
+                or e.get("method") == "Network.requestWillBeSent" and not e["params"]["request"]["url"].startswith(("file:", "about:"))]
+
+    def close(self):
+        self.process.terminate()
+        self.process.wait()
+        self.folder.cleanup()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if not shutil.which("chromium") and not os.environ.get("REQUIRE_BACKENDS"):
+        pytest.skip("chromium is missing")
+    browser = Browser()
+    yield browser
+    browser.close()
+
+
+def an_episode(n=0, turns=2, **more):
+    messages = [{"role": "system", "content": "You solve tasks."}, {"role": "user", "content": f"Do thing {n}."}]
+    for turn in range(turns):
+        messages += [{"role": "assistant", "content": f"<think>\nlet me see {turn}\n</think>\nI look.\n\n"
+                      + rollout.format_call(f"ls -l {turn}\ncat b", "hermes")},
+                     {"role": "tool", "content": f"file {turn}\n[exit code {turn}]"}]
+    return {"task_id": f"t-{n}", "group": n, "sample": 0, "seed": 0, "model": "m", "messages": messages, "reward": 1.0,
+            "grade_log": "all well", "end": "submitted", "turns": turns, "times": {"model_s": 1.0}, "error": None, **more}
+
+
+def page_of(records, tmp_path, *flags):
+    path = tmp_path / "page.html"
+    done = subprocess.run([sys.executable, f"{ROOT}/eval.py", "show", write_jsonl(tmp_path / "r.jsonl", records), "--out", str(path), *flags],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def test_an_episode_is_shown_turn_by_turn(browser, tmp_path):
+    api = call_message("echo hi", content="done") | {"reasoning_content": "by an API"}
+    records = [an_episode(0), an_episode(1, reward=0.0, end="max_turns", messages=[*an_episode()["messages"][:2], api,
+               {"role": "tool", "content": "hi\n[exit code 0]"}, call_message("x", "y"), {"role": "tool", "content": "[error: 1]"}])]
+    browser.open(page_of(records, tmp_path))
+    browser.press("j")
+    browser.wait("document.querySelectorAll('section').length === 3")
+    assert browser.text("main h2") == ["t-0"] and browser.text(".instruction") == ["Do thing 0."]
+    assert browser.text(".thinking") == ["let me see 0", "let me see 1"] and browser.text(".said") == ["I look."] * 2
+    assert browser.text("pre.command") == ["ls -l 0\ncat b", "ls -l 1\ncat b"]
+    assert browser.text("pre.output") == ["file 0", "file 1", "all well"] and browser.text(".code") == ["exit code 0", "exit code 1"]
+    browser.press("j")
+    browser.wait("document.querySelector('main h2').textContent === 't-1'")
+    assert browser.text(".thinking") == ["by an API"] and browser.text("pre.command") == ["echo hi", "x", "y"]
+    assert not browser.complaints()
+
+
+def test_nothing_in_an_episode_runs(browser, tmp_path, folders):
+    evil = ("</script><script>window.pwned = 1</script>", "<img src=x onerror='window.pwned = 1'>", "<!--<script>", "]]>{script hash}<!-- episodes -->",
+            "a\u2028b\u2029c\u0085d", "\x1b[31mred\x1b[0m\r50%", "\u202egnp.exe\u200b", "\ud800", "${window.pwned = 1}", "javascript:window.pwned=1")
+    tokenizer = Chat(folders["hermes"])
+    records = []
+    for n, text in enumerate(evil):
+        ids = tokenizer.encode(text.encode("utf-8", "replace").decode(), plain=True)
+        turn = {"role": "assistant", "content": text + rollout.format_call(text, "hermes"), "reasoning_content": text}
+        records.append(an_episode(n, task_id=text, end=text, model=text, grade_log=text, error=text, reward=float("nan"), times={text: 1.0},
+                                  messages=[{"role": "user", "content": text}, turn, {"role": "tool", "content": text}, {"role": text, "content": text}],
+                                  token_ids=ids, loss_mask=[1] * len(ids), logprobs=[float("nan")] * len(ids), advantage=float("inf")))
+    page = page_of(records, tmp_path, "--model", folders["hermes"])
+    assert not any(text in page.read_text() for text in ("window.pwned", "onerror", "\u2028"))
+    browser.open(page)
+    for n, text in enumerate(evil):
+        browser.js(f"location.hash = '{n}'")
+        browser.wait(f"open === {n} && episode && episode.messages[0].text === {json.dumps(text)}")
+        browser.wait(f"document.querySelector('main h2').textContent === visible({json.dumps(text)})")
+        for _ in range(3):  # every shading
+            browser.press("s")
+            assert browser.js("typeof window.pwned") == "undefined"
+            assert browser.js("document.querySelectorAll('main script, main img, nav script, nav img, header img, header script').length") == 0
+    assert browser.js("document.querySelectorAll('script').length") == len(evil) + 2
+    assert browser.js("visible('\\u001b[31m\\r\\u202e\\n\\ta\\u2028')") == "␛[31m␍⟨U+202E⟩\n\ta⟨U+2028⟩"
+    assert not browser.complaints()
+    # and if markup did get in, the policy would not let it act
+    browser.js("document.body.insertAdjacentHTML('beforeend', \"<img src=x onerror='window.pwned = 1'><a href='javascript:window.pwned=1' id=x>x</a>\")")
+    browser.js("document.getElementById('x').click()")
+    browser.js("(() => { const s = document.createElement('script'); s.textContent = 'window.pwned = 1'; document.body.append(s) })()")
+    time.sleep(0.3)
+    assert browser.js("typeof window.pwned") == "undefined" and len(browser.complaints()) >= 3
+
+
+def test_a_long_output_is_shown_in_part_until_asked_for(browser, tmp_path):
+    long = "x" * 5_000_000 + "the end"
+    browser.open(page_of([an_episode(messages=[*an_episode()["messages"][:3], {"role": "tool", "content": long + "\n[exit code 0]"}])], tmp_path))
+    browser.press("j")
+    browser.wait("document.querySelector('.more')")
+    assert len(browser.text("pre.output")[0]) < 21_000
+    browser.js("document.querySelector('.more').click()")
+    assert browser.text("pre.output")[0] == long
+
+
+def test_tokens_are_shaded_and_the_mask_is_seen(browser, tmp_path, folders):
+    chat = Chat(folders["hermes"])
+    prompt, turn, answer, last = (chat.encode(t) for t in ("<|im_start|>user\nhello 😀<|im_end|>\n", "the unhappiness 世界 ok", "<|im_end|>\nresult", "end"))
+    ids = prompt + turn + answer + last
+    mask = [0] * len(prompt) + [1] * len(turn) + [0] * len(answer) + [1] * len(last)
+    sampled = [-1.0 if m else None for m in mask]
+    trainer = [-1.0 if m else None for m in mask]
+    kept = [True if m else None for m in mask]
+    at = len(prompt)
+    trainer[at], trainer[at + 1], kept[at + 2] = -0.5, -1.2, False
+    record = an_episode(token_ids=ids, loss_mask=mask, logprobs=sampled, trainer_logprobs=trainer, kept=kept, advantage=-0.25,
+                        messages=[*an_episode()["messages"][:2], {"role": "assistant", "content": "the unhappiness"}, {"role": "tool", "content": "result"},
+                                  {"role": "assistant", "content": "end"}], model=folders["hermes"])
+    browser.open(page_of([record], tmp_path))
+    browser.press("j")
+    browser.wait("document.querySelector('.tokens')")
+    shades = "[...document.querySelectorAll('.tokens span')].map(s => s.className)"
+    assert browser.js(shades) == ["up5", "down2", " cut"] + [""] * (len(turn) + len(last) - 3)
+    assert browser.text(".tokens")[0].replace("·", "") == "the unhappiness 世界 ok" and browser.text(".tokens")[1] == "end"
+    assert browser.text("pre.untrained") == ["<|im_end|>\nresult"] and f"{len(answer)} tokens" in browser.text(".label")[0]
+    browser.js("document.querySelector('details:nth-of-type(2)').open = true")
+    assert browser.wait("document.querySelector('details pre.untrained')?.textContent") == "<|im_start|>user\nhello 😀<|im_end|>\n"
+    browser.js("document.querySelectorAll('.tokens span')[1].dispatchEvent(new MouseEvent('mouseover', {bubbles: true}))")
+    assert re.search(f"id {turn[1]} .*sampler −1.0000 .*trainer −1.2000 .*difference −0.2000 .*mask kept", browser.text("#status")[0])
+    browser.press("s")  # advantage: one shade, none where the token is cut
+    assert browser.js(shades)[:4] == ["down2", "down2", " cut", "down2"]
+    browser.press("s")  # the sampler's log-prob
+    assert browser.js(shades)[0] == "down2"
+    browser.press("s")
+    assert browser.js("document.querySelectorAll('.tokens').length") == 0 and browser.text(".said") == ["the unhappiness", "end"]
+
+
+def test_token_texts_share_out_split_characters(folders):
+    tokenizer, texts = Chat(folders["hermes"]).tokenizer, {}
+    for text in ("a😀é世界\n", "unhappiness <|im_end|>", "\x00é"):
+        ids = tokenizer.encode(text)
+        pieces = page.token_texts(tokenizer, ids, texts)
+        assert "".join(pieces.get(i, texts[id]) for i, id in enumerate(ids)) == text
+    broken = tokenizer.encode("世")[1:] + tokenizer.encode("a世")
+    pieces = page.token_texts(tokenizer, broken, texts)
+    assert "".join(pieces.get(i, texts[id]) for i, id in enumerate(broken)).endswith("a世")
+
+
+def test_filters_and_keys(browser, tmp_path):
+    records = [an_episode(n, reward=[1.0, 0.0, 0.5, None][n % 4], end=["submitted", "max_turns"][n % 2], step=n,
+                          grade_log="needle" if n == 6 else "") for n in range(40)]
+    browser.open(page_of(records, tmp_path))
+    shown = "[...document.querySelectorAll('nav a:not([hidden])')].map(a => a.children[1].textContent)"
+    assert len(browser.js(shown)) == 40 and browser.text("#count") == ["40 episodes, mean reward 0.500"]
+
+    def choose(id, value):
+        browser.js(f"$('{id}').value = '{value}'; $('{id}').dispatchEvent(new Event('{'input' if id == 'search' else 'change'}'))")
+
+    for kind, rest in (("pass", 0), ("fail", 1), ("part", 2), ("none", 3)):
+        choose("reward", kind)
+        assert browser.js(shown) == [f"t-{n}" for n in range(40) if n % 4 == rest]
+    choose("reward", "")
+    choose("end", "max_turns")
+    choose("search", "T-1")
+    assert browser.js(shown) == ["t-1", "t-11", "t-13", "t-15", "t-17", "t-19"] and "6 of 40" in browser.text("#count")[0]
+    for key, task in (("j", "t-1"), ("j", "t-11"), ("j", "t-13"), ("k", "t-11")):  # only those that are listed
+        browser.press(key)
+        browser.wait(f"document.querySelector('main h2')?.textContent === '{task}'")
+    choose("end", "")
+    browser.press("/")
+    assert browser.js("document.activeElement.id") == "search"
+    browser.js("$('search').value = 'needle'")
+    browser.press("Enter")
+    browser.wait("document.querySelectorAll('nav a:not([hidden])').length === 1")
+    assert browser.js(shown) == ["t-6"]
+    browser.press("Escape")
+    browser.press("j")
+    for key, here in (("n", "turn 1"), ("n", "turn 2"), ("p", "turn 1"), ("v", "verifier")):
+        browser.press(key)
+        browser.wait(f"document.querySelector('section.here h3')?.firstChild.textContent === '{here}'")
+    browser.press("d")
+    assert browser.js("getComputedStyle(document.body).backgroundColor") == "rgb(20, 21, 23)"
+    browser.press("?")
+    assert browser.js("$('keys').open")
+    assert not browser.complaints()
+
+
+def test_narrow_windows_and_dark_systems(browser, tmp_path):
+    path = page_of([an_episode(n) for n in range(3)], tmp_path)
+    browser.open(path, width=390, dark=True)
+    assert browser.js("getComputedStyle(document.body).backgroundColor") == "rgb(20, 21, 23)"
+    visible = "[$('list'), $('main'), $('back')].map(e => e.checkVisibility())"
+    assert browser.js(visible) == [True, False, False]
+    browser.js("document.querySelector('nav a').click()")
+    browser.wait("document.querySelector('main h2')")
+    assert browser.js(visible) == [False, True, True]
+    assert browser.js("document.documentElement.scrollWidth") <= 390 and browser.js("$('main').scrollWidth <= $('main').clientWidth")
+    browser.js("$('back').click()")
+    browser.wait("$('list').checkVisibility()")
+    browser.open(f"{path}#2", width=390)  # an address names its episode
+    assert browser.wait("document.querySelector('main h2')?.textContent") == "t-2"
+
+
+def test_2000_episodes_open_in_2_seconds_and_stay_smooth(browser, tmp_path, folders):
+    rng, records = np.random.default_rng(0), []
+    for n in range(2000):
+        ids = rng.integers(3, 600, 1500).tolist()
+        mask = ([0] * 50 + [1] * 100) * 10
+        logprobs = [float(-x) if m else None for x, m in zip(rng.exponential(size=1500), mask)]
+        records.append(an_episode(n, turns=10, token_ids=ids, loss_mask=mask, logprobs=logprobs, trainer_logprobs=logprobs,
+                                  kept=[bool(m) if m else None for m in mask], advantage=0.5, step=n // 32))
+    path = page_of(records, tmp_path, "--model", folders["hermes"])
+    assert min(browser.open(path) for _ in range(3)) < 2000
+    assert browser.js("document.querySelectorAll('main *').length") < 5  # no episode is unpacked before it is opened
+    took = []
+    for n in range(15):
+        took.append(browser.js(f"""(async () => {{ const start = performance.now(); location.hash = {n * 100};
+            while (!(episode && episode.task_id === 't-{n * 100}')) await new Promise(requestAnimationFrame);
+            await new Promise(requestAnimationFrame); return performance.now() - start }})()"""))
+    assert np.median(took) < 200 and browser.js("document.querySelectorAll('.tokens span').length") == 1000
+    took = browser.js("(() => { const start = performance.now(); $('search').value = '99'; filter(); return performance.now() - start })()")
+    assert took < 100
+
+
+@pytest.mark.parametrize("lines, named", [
+    ([], "no episodes"), ([{"model": "m", "task_id": "t", "reward": 1}], "r.jsonl:1 has no messages"), (["{", an_episode()], ":1: not a line of JSON")])
+def test_a_page_of_nothing_says_so(lines, named, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    code, said = cli(capsys, monkeypatch, evaluation, "show", path, "--out", tmp_path / "page.html")
+    assert str(code).startswith("eval.py: ") and named in code and not (tmp_path / "page.html").exists() and said == ""
