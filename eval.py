@@ -41,7 +41,7 @@ def run(args):
     if others := {r["model"] for r in finished} - {args.model}:
         raise ValueError(f"{args.out} holds attempts of {', '.join(sorted(others))}; choose another --out")
     backend = resolve_backend(args.backend)
-    engine, chat = rollout.make_engine(args.engine, args.model)
+    engine, chat = rollout.make_engine(args.engine, args.model, sampling)
     done = {(r["task_id"], r["attempt"]) for r in finished}
     jobs = [(g, t, k) for g, t in enumerate(tasks) for k in range(args.attempts) if (t["id"], k) not in done]
     rewards = [r["reward"] for r in finished]
@@ -220,7 +220,8 @@ def main():
     p.add_argument("--tasks", required=True, help="tasks.jsonl")
     p.add_argument("--model", required=True, help="checkpoint folder, or a name at the chat endpoint")
     p.add_argument("--out", required=True, help="eval.jsonl; an existing one is continued")
-    p.add_argument("--engine", default="torch", help="torch, or chat:URL (key in OPENAI_API_KEY)")
+    p.add_argument("--engine", default="torch",
+                   help="torch, http://HOST:PORT[,...] (vLLM), or chat:URL (key in OPENAI_API_KEY)")
     p.add_argument("--attempts", type=int, default=5, help="attempts a task")
     p.add_argument("--limit", type=int, help="only the first so many tasks")
     p.add_argument("--infra-retries", type=int, default=3, help="tries more when no outcome could be had")
