@@ -7,17 +7,21 @@ them; DPPO's mask cuts the tokens whose probability has already moved too far.
 
     python dppo.py --model ckpt --tasks tasks.jsonl --out runs/rl                       # one process
     torchrun --nproc-per-node 2 dppo.py --model ckpt --tasks tasks.jsonl --out runs/rl  # sharded with FSDP2
+    python dppo.py ... --engine http://host:8000,http://host:8001                       # vLLM servers sample
+    python dppo.py ... --resume                                                         # goes on after a stop
 
 It writes metrics.jsonl (a line a step), rollouts.jsonl (every trained episode with both sides' log-probs) and
-checkpoints that transformers loads. To read it, start at `train` near the end: it is the whole loop.
+checkpoints that transformers and vLLM load. To read it, start at `train` near the end: it is the whole loop.
 
 Left out: a KL penalty and a value network (the recipe has neither), packing of sequences, sequence
 parallelism. """
 
 import argparse
+import atexit
 import copy
 import os
 import queue
+import re
 import shutil
 import sys
 import threading
@@ -28,7 +32,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_optimizer_state_dict,
+                                                     set_optimizer_state_dict)
 
 import rollout
 from builtin.engine import TorchEngine
@@ -102,31 +107,55 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, total, loss: str = "dp
     return -(ratio * advantages * keep).sum() / total, keep
 
 
-def token_logprobs(model, ids, loss_mask, temperature: float = 1.0, chunk: int = 2048):
+class HeadLogprobs(torch.autograd.Function):
+    """Log-probs (N,) of target tokens under the LM head, and entropies (N,), both fp32; never a matrix (N, V).
+
+    Both directions go `chunk` positions at a time, and backward computes each chunk's logits again. One such
+    matrix of a long batch is larger than all else together, and plain autograd keeps four. Entropies carry no
+    gradient. """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, temperature, chunk):  # (N, d), (V, d), (N,)
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        logprobs, entropies = [], []
+        for h, t in zip(hidden.split(chunk), targets.split(chunk)):
+            logits = rollout.head_logits(h, weight).div_(temperature)  # (n, V)
+            norm = logits.logsumexp(-1)  # (n,)
+            logprobs.append(logits.gather(-1, t[:, None])[:, 0] - norm)
+            probs = (logits - norm[:, None]).exp_()
+            entropies.append(norm - torch.linalg.vecdot(probs, logits))
+        logprobs, entropies = torch.cat(logprobs), torch.cat(entropies)
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        hidden, weight, targets = ctx.saved_tensors
+        hidden_grad, weight_grad = [], torch.zeros_like(weight, dtype=grad.dtype)
+        for h, t, g in zip(*(x.split(ctx.chunk) for x in (hidden, targets, grad / ctx.temperature))):
+            logits = rollout.head_logits(h, weight).div_(ctx.temperature)
+            logits_grad = logits.sub_(logits.logsumexp(-1, keepdim=True)).exp_().mul_(-g[:, None])  # -g * p
+            logits_grad.scatter_add_(-1, t[:, None], g[:, None])  # + g at the target
+            logits_grad = logits_grad.to(weight.dtype)
+            hidden_grad.append(logits_grad @ weight)
+            weight_grad += logits_grad.T @ h
+        return torch.cat(hidden_grad), weight_grad.to(weight.dtype), None, None, None
+
+
+def token_logprobs(model, ids, loss_mask, temperature: float = 1.0, chunk: int = 512):
     """Log-probs of the tokens that carry loss, and the entropy at their positions: both (B, T) fp32, 0
     elsewhere.
 
     ids, loss_mask: (B, T), right-padded. logprobs[b, t] = log p(ids[b, t] | ids[b, :t]) under the temperature
     the tokens were sampled with. No attention mask is needed: a causal model never looks at the padding on
-    the right.
-
-    Only positions that carry loss go through the LM head, `chunk` at a time, and backward computes each chunk
-    again: the (tokens, vocabulary) matrix, the largest by far, never exists whole. """
+    the right. Only positions that carry loss go through the LM head. """
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (B, T, d)
-    weight = model.get_output_embeddings().weight
     loss_mask = loss_mask.bool().clone()
     loss_mask[:, 0] = False  # nothing predicts the first token
     hidden = hidden[:, :-1][loss_mask[:, 1:]]  # (N, d): the position before each such token
-    targets = ids[loss_mask]  # (N,)
-
-    def head(hidden, targets, weight):
-        logprobs = torch.log_softmax(rollout.head_logits(hidden, weight) / temperature, dim=-1)  # (n, V)
-        entropy = -(logprobs.detach().exp() * logprobs.detach()).sum(-1)
-        return logprobs.gather(-1, targets[:, None])[:, 0], entropy
-
-    chunks = zip(hidden.split(chunk), targets.split(chunk))
-    parts = [checkpoint(head, h, t, weight, use_reentrant=False) for h, t in chunks]
-    logprobs, entropies = (torch.cat(part) for part in zip(*parts))  # (N,)
+    weight = model.get_output_embeddings().weight
+    logprobs, entropies = HeadLogprobs.apply(hidden, weight, ids[loss_mask], temperature, chunk)  # (N,)
     empty = torch.zeros(ids.shape, dtype=logprobs.dtype, device=ids.device)
     return empty.masked_scatter(loss_mask, logprobs), empty.masked_scatter(loss_mask, entropies)
 
@@ -232,9 +261,17 @@ def shard(model) -> Policy:
 
 
 def full_weights(policy) -> dict[str, torch.Tensor]:
-    """The whole model's weights, gathered from all ranks. Every rank must call it."""
-    state = policy.model.state_dict()
-    return {name: w.full_tensor() if hasattr(w, "full_tensor") else w for name, w in state.items()}
+    """The whole model's weights on rank 0's CPU, gathered one by one. Every rank must call it."""
+    weights = {}
+    for name, w in policy.model.state_dict().items():
+        w = w.full_tensor() if hasattr(w, "full_tensor") else w
+        weights[name] = w.cpu() if is_first() else None
+    return weights
+
+
+def is_first() -> bool:
+    """Whether this is rank 0, which samples, logs and saves."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def clip_gradients(policy, max_norm: float) -> float:
@@ -261,17 +298,47 @@ def gather(mine) -> list | None:
     return everyones
 
 
-def save_checkpoint(policy, tokenizer, folder: Path):
-    """Writes a folder that transformers and vLLM load, whole or not at all. Every rank must call it."""
+def save_checkpoint(policy, tokenizer, folder: Path, optimizer=None, state: dict | None = None):
+    """Writes a folder that transformers and vLLM load, whole or not at all. Every rank must call it.
+
+    With an optimizer, its trainer.pt holds that one's state and rank 0's `state`: all that --resume needs. """
     weights = full_weights(policy)
-    if dist.is_initialized() and dist.get_rank() != 0:
+    if optimizer:
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0
+        moments = get_optimizer_state_dict(policy, optimizer, options=whole)
+    if not is_first():
         return
-    temporary = folder.with_name(folder.name + ".tmp")
+    temporary = folder.with_name(folder.name + ".tmp")  # a killed run leaves this name, which nothing reads
     shutil.rmtree(temporary, ignore_errors=True)
-    policy.model.save_pretrained(temporary, state_dict=weights)
-    tokenizer.save_pretrained(temporary)
+    try:
+        policy.model.save_pretrained(temporary, state_dict=weights)
+        tokenizer.save_pretrained(temporary)
+        if optimizer:
+            torch.save({**state, "optimizer": moments}, temporary / "trainer.pt")
+    except Exception as e:  # each of the three libraries has its own for a full disk
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(f"{folder} could not be written ({e}); the checkpoints before it are whole") from e
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(temporary, folder)
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """A run's checkpoints, oldest first."""
+    found = [path for path in out.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def keep_checkpoints(out: Path, keep: int, improved: bool):
+    """Points `last`, and `best` if it is that, to the newest checkpoint; removes all older than the newest
+    `keep` but the best."""
+    found = checkpoints(out)
+    for name in ["last"] + ["best"] * improved:
+        (out / "link.tmp").unlink(missing_ok=True)
+        (out / "link.tmp").symlink_to(found[-1].name)
+        os.replace(out / "link.tmp", out / name)
+    for path in found[:-keep]:
+        if path != (out / "best").resolve():
+            shutil.rmtree(path)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -286,9 +353,9 @@ class Rollouts:
     prompts do. This bounds how old a group can be when it is used, without throwing finished work away. Only
     a straggler that newer groups overtook may turn out too old: it is dropped, and counted as stale.
 
-    play(task, group, sample) -> Rollout record. """
+    play(task, group, sample) -> Rollout record. state: what `trained` returned when a run was stopped. """
 
-    def __init__(self, tasks: list[dict], play, args):
+    def __init__(self, tasks: list[dict], play, args, state: dict | None = None):
         self.tasks, self.play, self.args = tasks, play, args
         self.changed = threading.Condition()  # guards everything below
         self.started = 0  # groups ever started
@@ -298,6 +365,10 @@ class Rollouts:
         self.failure = None
         self._reset_counts()
         self.jobs = queue.Queue()
+        if state:  # groups that were in flight are played again
+            for group in state["unfinished"]:
+                self._start(group)
+            self.started = state["started"]
         for _ in range(args.workers):
             threading.Thread(target=self._work, daemon=True).start()
 
@@ -316,12 +387,16 @@ class Rollouts:
             len(self.playing) + len(self.ready) + self.in_training < bound
             and self._dropped() <= self.args.max_refill * self.args.prompts
         ):
-            epoch, position = divmod(self.started, len(self.tasks))
-            order = np.random.default_rng([self.args.seed, epoch]).permutation(len(self.tasks))
-            self.playing[self.started] = []
-            for sample in range(self.args.group_size):
-                self.jobs.put((self.tasks[order[position]], self.started, sample))
+            self._start(self.started)
             self.started += 1
+
+    def _start(self, group: int):
+        """Queues a group's episodes. Its number says which task it plays: every epoch is a shuffle of all."""
+        epoch, position = divmod(group, len(self.tasks))
+        order = np.random.default_rng([self.args.seed, epoch]).permutation(len(self.tasks))
+        self.playing[group] = []
+        for sample in range(self.args.group_size):
+            self.jobs.put((self.tasks[order[position]], group, sample))
 
     def _work(self):
         while True:
@@ -380,6 +455,7 @@ class Rollouts:
                 if len(self.ready) >= prompts or not (stale or self.playing):
                     break
             groups, self.ready = self.ready[:prompts], self.ready[prompts:]
+            groups.sort(key=lambda group: group[0]["group"])  # sums do not depend on which was done first
             counts = {**self.seen, "groups_kept": len(groups), "reward": float(np.mean(self.rewards or [0]))}
             if not groups and not self.rewards:
                 raise InfraError(f"no episode could be played: {self.last_error}")
@@ -400,11 +476,17 @@ class Rollouts:
             self._admit()
         return groups, counts
 
-    def trained(self):
-        """The last batch has become weights, and the engine has them."""
+    def trained(self, more: bool = True) -> dict:
+        """The last batch has become weights, and the engine has them. more: another step follows.
+
+        Returns where sampling stands, for a checkpoint: {"started", "unfinished": [group numbers]}. """
         with self.changed:
             self.in_training = 0
-            self._admit()
+            unfinished = sorted([*self.playing, *(group[0]["group"] for group in self.ready)])
+            state = {"started": self.started, "unfinished": unfinished}
+            if more:
+                self._admit()
+        return state
 
 
 def oldest_version(group: list[dict]) -> int:
@@ -417,37 +499,76 @@ def oldest_version(group: list[dict]) -> int:
 # ------------------------------------------------------------------------------------------------------------
 
 
+PROBE = "Go through the files in /app, count the lines of each with wc -l, and write the sum to total.txt."
+
+
+def push_weights(policy, engine, version: int, probe: list[int]):
+    """Gives the sampler the trainer's weights. Every rank must call it.
+
+    The in-process engine copies them between two forward passes. vLLM's servers read them from a folder, and
+    must then give the trainer's own log-probs of the probe, or rollout.PushError ends the run. Episodes in
+    flight go on with the new weights. """
+    weights = full_weights(policy)
+    ids = torch.tensor([probe], device=next(policy.parameters()).device)  # (1, T)
+    with torch.no_grad():  # on every rank, as each layer's shards are gathered for it
+        logprobs = policy(ids, torch.ones_like(ids))[0][0, 1:].tolist()
+    if is_first():
+        engine.load(weights, version, (probe, logprobs))
+
+
 def train(args):
     rank, world, device = setup_ranks()
     torch.manual_seed(args.seed)
-    out = Path(args.out)
-    chat = rollout.Chat(args.model)
-    model = rollout.load_model(args.model, device=device)
+    torch.use_deterministic_algorithms(args.deterministic)
+    out, chat, sampling = Path(args.out), rollout.Chat(args.model), rollout.sampling_from(args)
+    saved = checkpoints(out)[-1:] if args.resume else []
+    state = torch.load(saved[0] / "trainer.pt", mmap=True) if saved else {"step": 0, "best": -1.0}
+    model = rollout.load_model(saved[0] if saved else args.model, device=device)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
 
-    # Rank 0 samples: an engine with its own copy of the weights (version 0), and threads that play ahead.
+    # Rank 0 samples: an engine with its own copy of the weights, and threads that play ahead.
     if rank == 0:
-        backend, sampling = resolve_backend(args.backend), rollout.sampling_from(args)
-        copied = copy.deepcopy(model).eval().to(torch.bfloat16 if device.type == "cuda" else torch.float32)
-        engine = TorchEngine(copied, rollout.end_ids(model, chat), args.max_batch)
+        backend, tasks = resolve_backend(args.backend), rollout.load_checked_tasks(args.tasks)
+        eval_tasks = rollout.load_checked_tasks(args.eval_tasks) if args.eval_tasks else []
+        order = {"seed": args.seed, "prompts": args.prompts, "group-size": args.group_size,
+                 "tasks": rollout.derive_seed(*(t["id"] for t in tasks))}
+        open_folder(out, args.resume, args.steps, state, order)
+        ends = rollout.end_ids(model.generation_config, chat)
+        if args.engine == "torch":
+            copied = copy.deepcopy(model).eval()
+            copied.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+            engine = TorchEngine(copied, ends, 1 if args.deterministic else args.max_batch)
+        else:
+            push_dir = Path(args.push_dir or out, f"tmax-{rollout.derive_seed(str(out.resolve()))}")
+            atexit.register(shutil.rmtree, push_dir, ignore_errors=True)
+            engine = rollout.VllmEngine(args.engine.split(","), args.model, chat, ends, sampling, push_dir,
+                                        args.abort_in_flight)
 
         def play(task, group, sample, seed=None, grade="submitted"):
             seed = rollout.derive_seed(args.seed, group) if seed is None else seed
             return rollout.run_episode(task, engine, chat, sampling, seed=seed, group=group, sample=sample,
                                        model=args.model, backend=backend, grade=grade)
 
-        rollouts = Rollouts(rollout.load_checked_tasks(args.tasks), play, args)
-        eval_tasks = rollout.load_checked_tasks(args.eval_tasks) if args.eval_tasks else []
-        refuse_used_folder(out)
-        metrics_file, rollouts_file = JsonlWriter(out / "metrics.jsonl"), JsonlWriter(out / "rollouts.jsonl")
-
     policy = shard(model.train())
     betas = (args.beta1, args.beta2)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=betas, weight_decay=0.0)
-    best = -1.0
+    if saved:
+        set_optimizer_state_dict(policy, optimizer, state.pop("optimizer"),
+                                 options=StateDictOptions(full_state_dict=True))
+        torch.set_rng_state(state["rng"])
+    best = state["best"]
 
-    for step in range(args.steps):
+    # Nothing is sampled before the engine has the policy, also after a resume.
+    roles = {"system": rollout.SYSTEM, "user": PROBE}
+    probe = chat.prompt_ids([{"role": role, "content": text} for role, text in roles.items()])
+    push_weights(policy, engine if rank == 0 else None, state["step"], probe)
+    if rank == 0:
+        rollouts = Rollouts(tasks, play, args, state.get("rollouts"))
+        metrics_file, rollouts_file = JsonlWriter(out / "metrics.jsonl"), JsonlWriter(out / "rollouts.jsonl")
+
+    for step in range(state["step"], args.steps):
+        last = step + 1 == args.steps
         # Sample. Threads have been playing while the last step trained; wait until enough groups are useful.
         clock = [time.perf_counter()]
         shares = None
@@ -475,13 +596,10 @@ def train(args):
         optimizer.zero_grad()
         clock.append(time.perf_counter())
 
-        # Push. The engine takes the new weights between two of its forward passes, episodes in flight go on
-        # with them.
-        weights = full_weights(policy)
+        # Push. Episodes in flight go on with the new weights.
+        push_weights(policy, engine if rank == 0 else None, step + 1, probe)
         if rank == 0:
-            engine.load(weights, version=step + 1)
-            if step + 1 < args.steps:
-                rollouts.trained()
+            sampled = rollouts.trained(more=not last)
         clock.append(time.perf_counter())
 
         # Log: one line of numbers a step, and every trained episode with both sides' log-probs.
@@ -493,23 +611,29 @@ def train(args):
             metrics["lag"] = step - min(oldest_version(g) for g in groups)
             metrics |= dict(zip(["wait_s", "train_s", "push_s"], np.diff(clock).tolist()))
             metrics["train_tokens_per_s"] = metrics["tokens"] / metrics["train_s"]
+            metrics["push_gb_per_s"] = 1e-9 * engine.pushed_bytes / metrics["push_s"]
             metrics |= engine.take_speed()
+            metrics["sampler_idle_s"] = max(0.0, clock[-1] - clock[0] - metrics["sample_s"])
             write_rollouts(rollouts_file, groups, trained, step)
 
         # Evaluate and save, now and then and at the end.
-        last = step + 1 == args.steps
+        improved = False
         if args.eval_tasks and (last or (step + 1) % args.eval_every == 0):
             if rank == 0:
                 metrics["eval_pass1"] = evaluate(eval_tasks, play, args)
-            improved = scatter([metrics["eval_pass1"] > best] * world if rank == 0 else None)
-            if improved:
-                best = metrics["eval_pass1"] if rank == 0 else best
-                save_checkpoint(policy, chat.tokenizer, out / "best")
-        if last or (step + 1) % args.save_every == 0:
-            save_checkpoint(policy, chat.tokenizer, out / ("last" if last else f"step-{step + 1}"))
+                best, improved = max(best, metrics["eval_pass1"]), metrics["eval_pass1"] > best
+            improved = scatter([improved] * world)
         if rank == 0:
             metrics_file.write(metrics)
             print(step_line(metrics, args.steps), flush=True)
+        if last or improved or (step + 1) % args.save_every == 0:
+            if rank == 0:
+                state = {"step": step + 1, "best": best, "rng": torch.get_rng_state(), "order": order,
+                         "rollouts": sampled, "files": {name: os.path.getsize(out / name)
+                                                        for name in ("metrics.jsonl", "rollouts.jsonl")}}
+            save_checkpoint(policy, chat.tokenizer, out / f"step-{step + 1}", optimizer, state)
+            if rank == 0:
+                keep_checkpoints(out, args.keep, improved)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -518,7 +642,23 @@ def refuse_used_folder(out: Path):
     """Makes the folder of a run; ValueError if a run has written there already."""
     out.mkdir(parents=True, exist_ok=True)
     if (out / "metrics.jsonl").exists():
-        raise ValueError(f"{out} already holds a run; choose another --out, or move that one away")
+        raise ValueError(f"{out} already holds a run; choose another --out, or go on with it by --resume")
+
+
+def open_folder(out: Path, resume: bool, steps: int, state: dict, order: dict):
+    """Makes the folder of a new run, or takes what a stopped one wrote after its checkpoint out of its files:
+    those steps are done again."""
+    if not resume:
+        return refuse_used_folder(out)
+    out.mkdir(parents=True, exist_ok=True)
+    if state["step"] >= steps:
+        raise ValueError(f"{out} has {state['step']} steps already; raise --steps to go on")
+    for name, value in state.get("order", {}).items():
+        if value != order[name]:
+            raise ValueError(f"--{name} is not what {out} was started with; --resume needs the same")
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        if (out / name).exists():
+            os.truncate(out / name, state.get("files", {}).get(name, 0))
 
 
 def make_samples(groups: list[list[dict]], mode: str) -> list[dict]:
@@ -596,14 +736,22 @@ def main():
     parser.add_argument("--model", required=True, help="checkpoint folder to start from")
     parser.add_argument("--tasks", required=True, help="tasks.jsonl")
     parser.add_argument("--out", required=True, help="folder for metrics, rollouts and checkpoints")
+    parser.add_argument("--resume", action="store_true", help="go on from --out's newest checkpoint, if any")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--deterministic", action="store_true", help="bit for bit the same again; slow")
+    # sampler
+    parser.add_argument("--engine", default="torch", help="torch, or http://HOST:PORT[,...] of vLLM servers")
+    parser.add_argument("--max-batch", type=int, default=256, help="sequences torch steps together")
+    parser.add_argument("--push-dir", default="/dev/shm" if os.path.isdir("/dev/shm") else None,
+                        help="folder through which weights go to vLLM; servers elsewhere need a shared one")
+    parser.add_argument("--abort-in-flight", action="store_true",
+                        help="a push makes vLLM start turns in flight again, instead of going on with them")
     # rollouts (Table 13)
     parser.add_argument("--prompts", type=int, default=8, help="useful groups a step")
     parser.add_argument("--group-size", type=int, default=32, help="episodes a group")
     parser.add_argument("--lag", type=int, default=4, help="steps sampling may run ahead; 0: on-policy")
     parser.add_argument("--max-refill", type=int, default=8, help="batches of dropped groups, at most")
     parser.add_argument("--workers", type=int, default=128, help="episodes at the same time")
-    parser.add_argument("--max-batch", type=int, default=256, help="sequences the engine steps together")
     parser.add_argument("--backend", default="auto", choices=["auto", "docker", "bwrap"])
     rollout.add_sampling_flags(parser)
     # objective
@@ -623,14 +771,19 @@ def main():
     parser.add_argument("--eval-every", type=int, default=100, help="steps")
     parser.add_argument("--eval-attempts", type=int, default=3)
     parser.add_argument("--save-every", type=int, default=100, help="steps")
+    parser.add_argument("--keep", type=int, default=3, help="newest checkpoints; the best stays too")
     args = parser.parse_args()
     try:
         if args.group_size < 2:
             raise ValueError("--group-size: at least 2, as an advantage is a reward minus its group's mean")
+        if args.deterministic and (args.engine != "torch" or args.lag):
+            raise ValueError("--deterministic needs --engine torch and --lag 0: else timing decides")
+        if args.keep < 1:
+            raise ValueError("--keep: at least 1, the newest checkpoint")
         train(args)
     except KeyboardInterrupt:
         sys.exit(f"dppo.py: stopped; metrics and checkpoints so far are in {args.out}")
-    except (InfraError, ValueError, OSError) as e:
+    except (InfraError, rollout.PushError, ValueError, OSError) as e:
         sys.exit(f"dppo.py: {e}")
 
 

@@ -52,7 +52,7 @@ def run(args):
     tasks = load_any_tasks(args.tasks)[: args.limit]
     if args.no_tools and (without := [t["id"] for t in tasks if "answer" not in t]):
         raise ValueError(f"{args.tasks}: --no-tools needs questions with an answer; {without[0]} has none")
-    engine, chat = rollout.make_engine(args.engine, args.model)
+    engine, chat = rollout.make_engine(args.engine, args.model, sampling)
     tries = 1 + args.infra_retries
     broken = {}
     if args.no_tools:
@@ -428,7 +428,8 @@ def main():
     p.add_argument("--no-tools", action="store_true", help="questions: answered in one turn, without a terminal")
     # who
     p.add_argument("--model", required=True, help="checkpoint folder, or a name at the chat endpoint")
-    p.add_argument("--engine", default="torch", help="torch, or chat:URL (key in OPENAI_API_KEY)")
+    p.add_argument("--engine", default="torch",
+                   help="torch, http://HOST:PORT[,...] (vLLM), or chat:URL (key in OPENAI_API_KEY)")
     # how
     p.add_argument("--infra-retries", type=int, default=3, help="tries more when no outcome could be had")
     p.add_argument("--backend", default="auto", choices=["auto", "docker", "bwrap"])

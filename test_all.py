@@ -5,15 +5,16 @@
 
 A missing Docker or Podman skips its tests, unless REQUIRE_BACKENDS is set, as .ci/run does: then they fail.
 """
-import ast, base64, collections, concurrent.futures, fcntl, glob, http.server, inspect, io, itertools
-import json, math, os, re, resource, shutil, signal, subprocess, sys, tarfile, tempfile, textwrap
-import threading, time, zipfile
+import ast, base64, collections, concurrent.futures, copy, fcntl, glob, http.server, inspect, io
+import itertools, json, math, os, re, resource, shutil, signal, socket, subprocess, sys, tarfile
+import tempfile, textwrap, threading, time, zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import requests
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
@@ -2799,7 +2800,7 @@ def warm(demos, fresh):
 
 def test_tiny_makes_an_ordinary_checkpoint(fresh, demos):
     chat, model = Chat(fresh), AutoModelForCausalLM.from_pretrained(fresh)
-    assert chat.tool_format == "hermes" and rollout.end_ids(model, chat) == [chat.end_id]
+    assert chat.tool_format == "hermes" and rollout.end_ids(model.generation_config, chat) == [chat.end_id]
     assert 0.5e6 < model.num_parameters() < 1.2e6
     for layer in model.model.layers:
         assert torch.equal(layer.self_attn.k_proj.weight, layer.self_attn.q_proj.weight)
@@ -3010,7 +3011,7 @@ def test_training_on_two_ranks(warm, demos, tmp_path):
     before = AutoModelForCausalLM.from_pretrained(warm)
     changed = [(a - b).abs().max().item() for a, b in zip(model.state_dict().values(),
                                                           before.state_dict().values())]
-    assert 0 < max(changed) < 1e-3 and rollout.end_ids(model, Chat(str(tmp_path / "last")))
+    assert 0 < max(changed) < 1e-3 and rollout.end_ids(model.generation_config, Chat(str(tmp_path / "last")))
 
 
 def test_training_ends_well_although_sampling_runs_ahead(warm, demos, tmp_path):
@@ -6069,3 +6070,398 @@ def test_a_page_of_nothing_says_so(lines, named, tmp_path, capsys, monkeypatch):
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     code, said = cli(capsys, monkeypatch, evaluation, "show", path, "--out", tmp_path / "page.html")
     assert str(code).startswith("eval.py: ") and named in code and not (tmp_path / "page.html").exists() and said == ""
+# ================================================================================================ vLLM, weight pushes, resume
+
+# ------------------------------------------------------------------------------------------------ vLLM servers
+
+class VllmServer:
+    """A real vLLM CPU server in its own process group; `kill` takes it away, `start` brings it back on the same port."""
+
+    def __init__(self, python, model, log, *flags):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self.port = s.getsockname()[1]
+        self.url, self.log = f"http://127.0.0.1:{self.port}", log
+        self.command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(self.port),
+                        "--dtype", "float32", "--enforce-eager", *flags]
+        self.start()
+
+    def start(self):
+        # One thread, not bound to a core: two that wait for each other crawl where others use the cores too.
+        env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1",
+               "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(self.command, stdout=log, stderr=log, env=env, start_new_session=True)
+
+    def wait(self, timeout=400):
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                if requests.get(f"{self.url}/health", timeout=5).ok:
+                    return self
+            except requests.RequestException:
+                pass
+            assert self.process.poll() is None and time.monotonic() < deadline, Path(self.log).read_text()[-3000:]
+            time.sleep(0.5)
+
+    def kill(self):
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="session")
+def vllm(warm, folders, tmp_path_factory):
+    """Three servers: `tied` and `untied` serve one tied model, `odd` another one, with settings that do not fit.
+
+    VLLM_PYTHON is the interpreter of an environment with requirements-vllm.txt. """
+    python = os.environ.get("VLLM_PYTHON")
+    if not python:
+        assert not os.environ.get("REQUIRE_BACKENDS"), "VLLM_PYTHON is not set"
+        pytest.skip("VLLM_PYTHON is not set")
+    folder = tmp_path_factory.mktemp("vllm")
+    model = str(shutil.copytree(warm, folder / "model"))
+    chat = Chat(model)
+    GenerationConfig(eos_token_id=chat.end_id, do_sample=True, top_k=2, temperature=0.2, top_p=0.3,
+                     repetition_penalty=1.7).save_pretrained(model)  # must not matter
+    fits = ["--max-model-len", "1024", "--logprobs-mode", "processed_logprobs"]
+    servers = {
+        "tied": VllmServer(python, model, folder / "tied.log", *fits),
+        "untied": VllmServer(python, model, folder / "untied.log", *fits, "--hf-overrides",
+                             '{"tie_word_embeddings": false}'),
+        "odd": VllmServer(python, folders["xml"], folder / "odd.log", "--max-model-len", "64"),
+    }
+    try:
+        for server in servers.values():
+            server.wait()
+        yield SimpleNamespace(model=model, chat=chat, **servers)
+    finally:
+        for server in servers.values():
+            server.kill()
+
+
+LIMITS = {"max_turns": 3, "max_turn_tokens": 30, "max_tokens": 300, "max_prompt_tokens": 300}
+
+
+def vllm_engine(vllm, *servers, push_dir=None, **limits):
+    return rollout.VllmEngine([s.url for s in servers], vllm.model, vllm.chat, [vllm.chat.end_id],
+                              Sampling(**{**LIMITS, **limits}), push_dir)
+
+
+def logprobs_of(model, prompt, turn, temperature=1.0):
+    """The trainer's log-probs of a turn's tokens."""
+    ids = torch.tensor([prompt + turn.ids])
+    mask = torch.tensor([[0] * len(prompt) + [1] * len(turn.ids)])
+    with torch.no_grad():
+        return dppo.token_logprobs(model, ids, mask, temperature)[0][0, len(prompt):]
+
+
+def a_prompt(chat):
+    return chat.prompt_ids([{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Write done."}])
+
+
+def other_weights(model, seed):
+    """A copy of a model with every weight moved a little."""
+    torch.manual_seed(seed)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(torch.randn_like(p) * 0.02)
+    return other
+
+
+def probe_of(model, prompt):
+    with torch.no_grad():
+        logprobs = dppo.token_logprobs(model, torch.tensor([prompt]), torch.ones(1, len(prompt)))[0]
+    return prompt, logprobs[0, 1:].tolist()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_vllm_engine_contract(vllm, temperature):
+    """Tokens in, tokens out; the log-probs are those of the trainer at that temperature, so nothing of the model's
+    generation_config leaks in (CASES 30); the same seed gives the same turn; limits cut, end tokens end."""
+    engine, model, prompt = vllm_engine(vllm, vllm.tied), rollout.load_model(vllm.model), a_prompt(vllm.chat)
+    sampling = Sampling(temperature=temperature)
+    turns = [engine.generate(prompt, 30, seed, sampling) for seed in (1, 2, 3, 1)]
+    assert turns[0][:2] == turns[3][:2] and turns[0].versions == (0, 0)
+    for turn in turns:
+        assert (torch.tensor(turn.logprobs) - logprobs_of(model, prompt, turn, temperature)).abs().max() < 1e-3
+        assert turn.cut == (turn.ids[-1] != vllm.chat.end_id) and len(turn.ids) <= 30
+    cut = engine.generate(prompt, 2, 1, sampling)
+    assert cut.cut and cut.ids == turns[0].ids[:2]
+    speed = engine.take_speed()
+    assert speed["sample_s"] > 0 and speed["sample_tokens_per_s"] > 0
+
+
+def test_vllm_through_the_commands(vllm, demos, tmp_path, capsys, monkeypatch):
+    """rollout.py and eval.py with --engine http://: whole records."""
+    limits = [x for k, v in LIMITS.items() for x in (f"--{k.replace('_', '-')}", v)]
+    flags = ["--tasks", demos.tasks, "--model", vllm.model, "--engine", vllm.tied.url, "--backend", "bwrap", *limits]
+    assert cli(capsys, monkeypatch, rollout, *flags, "--out", tmp_path / "r.jsonl", "--n", 2)[0] == 0
+    records = read_jsonl(tmp_path / "r.jsonl")
+    assert len(records) == 8 and all(r["reward"] is not None for r in records)
+    for r in records:
+        check_tokens(r)
+    code, said = cli(capsys, monkeypatch, evaluation, "run", *flags, "--out", tmp_path / "e.jsonl", "--attempts", 1)
+    assert code == 0 and "4 attempts" in said
+
+
+def test_a_server_that_does_not_fit_is_told_in_what(vllm, endpoint):
+    """Model, context, logprobs_mode and tokenizer in one line; then no server at all, and one of another kind."""
+    with pytest.raises(ValueError) as e:
+        vllm_engine(vllm, vllm.odd)
+    for words in ("--served-model-name", "--max-model-len 600", "--logprobs-mode processed_logprobs", "tokenizer"):
+        assert words in str(e.value)
+    assert "\n" not in str(e.value)
+    with pytest.raises(ValueError, match="--max-model-len 1300"):
+        vllm_engine(vllm, vllm.tied, max_tokens=1000)
+    with pytest.raises(InfraError, match="http://127.0.0.1:9 .*ConnectionError.*--engine"):
+        vllm_engine(vllm, SimpleNamespace(url="http://127.0.0.1:9"))
+    with pytest.raises((ValueError, InfraError), match="VLLM_SERVER_DEV_MODE"):
+        vllm_engine(vllm, SimpleNamespace(url=endpoint.url))
+
+
+def test_episodes_stay_on_their_server_and_new_ones_go_where_there_is_room(vllm):
+    engine, prompt = vllm_engine(vllm, vllm.tied, vllm.untied), a_prompt(vllm.chat)
+    engine.pauses_s = (0,)
+    turns = at_once(*[lambda seed=seed: engine.generate(prompt, 30, seed, Sampling()) for seed in range(4)])
+    assert collections.Counter(t.past.url for t in turns) == {vllm.tied.url: 2, vllm.untied.url: 2}
+    for turn in turns:
+        assert engine.generate(prompt, 5, 0, Sampling(), turn.past).past is turn.past
+    # One server goes away: its episodes end with the reason, new ones go to the other.
+    gone = engine.servers[1]
+    gone.url = "http://127.0.0.1:9"
+    with pytest.raises(InfraError, match="127.0.0.1:9.*ConnectionError"):
+        engine.generate(prompt, 5, 0, Sampling(), gone)
+    assert {engine.generate(prompt, 5, s, Sampling()).past.url for s in range(4)} == {vllm.tied.url}
+
+
+def test_a_push_reaches_turns_in_flight_and_leaves_nothing_of_the_old_weights(vllm, tmp_path):
+    """CASES 31. A long turn goes on over two pushes: each of its tokens has the log-prob of the weights of its time,
+    and the versions say so. The prompt's keys and values are the new weights' afterwards."""
+    engine, prompt = vllm_engine(vllm, vllm.tied, vllm.untied, push_dir=tmp_path), a_prompt(vllm.chat)
+    old = rollout.load_model(vllm.model)
+    engine.ends = []  # no end: the turns are as long as their limit
+    models = [old, other_weights(old, 1), other_weights(old, 2)]
+    engine.load(old.state_dict(), 0, probe_of(old, prompt))
+    with ThreadPoolExecutor(4) as pool:
+        for abort in (False, True):
+            engine.abort = abort
+            long = [pool.submit(engine.generate, prompt, 400, seed, Sampling()) for seed in range(4)]
+            time.sleep(1.0)
+            start = engine.servers[0].version
+            engine.load(models[start + 1].state_dict(), start + 1, probe_of(models[start + 1], prompt))
+            for turn in (f.result() for f in long):
+                near = [(torch.tensor(turn.logprobs) - logprobs_of(m, prompt, turn)).abs() < 1e-3 for m in models]
+                if abort:  # started again
+                    assert turn.versions == (start + 1, start + 1) and near[start + 1].all()
+                else:
+                    switch = (~near[start]).nonzero()[0].item()
+                    assert turn.versions == (start, start + 1) and 0 < switch < 400 and near[start + 1][switch:].all()
+    turn = engine.generate(prompt, 30, 7, Sampling())
+    assert (torch.tensor(turn.logprobs) - logprobs_of(models[2], prompt, turn)).abs().max() < 1e-3
+
+
+def test_a_push_that_did_not_take_effect_is_caught(vllm, tmp_path, monkeypatch):
+    """A file without the tied head leaves the old one in use where vLLM has packed it; one that is not there, or is
+    no checkpoint, fails on the server: PushError with its address, and the next good push is taken."""
+    from safetensors import torch as files
+
+    engine, prompt = vllm_engine(vllm, vllm.tied, push_dir=tmp_path), a_prompt(vllm.chat)
+    model = other_weights(rollout.load_model(vllm.model), 3)
+    engine.load(model.state_dict(), 0, probe_of(model, prompt))
+    new, save = other_weights(model, 4), files.save_file
+    broken = {
+        "headless": lambda tensors, *rest, **more: save({k: w for k, w in tensors.items() if k != "lm_head.weight"},
+                                                        *rest, **more),
+        "not written": lambda tensors, path, **more: save({k: w for k, w in model.state_dict().items()
+                                                           if k != "lm_head.weight"}, path, **more),
+        "no checkpoint": lambda tensors, path, **more: Path(path).write_text("{"),
+    }
+    for name, function in broken.items():
+        monkeypatch.setattr(files, "save_file", function)
+        with pytest.raises(rollout.PushError, match=re.escape(vllm.tied.url)) as e:
+            engine.load(new.state_dict(), 1, probe_of(new, prompt))
+        assert "\n" not in str(e.value), name
+    monkeypatch.setattr(files, "save_file", save)
+    engine.load(new.state_dict(), 2, probe_of(new, prompt))
+    assert engine.generate(prompt, 5, 0, Sampling()).versions == (2, 2)
+
+
+VLLM_FLAGS = {"max-tokens": 300, "max-prompt-tokens": 300, "max-refill": 20, "temperature": 1.2}
+
+
+def test_a_server_with_pushed_weights_is_no_engine_for_a_checkpoint(vllm, tmp_path, demos, capsys, monkeypatch):
+    engine, model = vllm_engine(vllm, vllm.tied, push_dir=tmp_path), rollout.load_model(vllm.model)
+    engine.load(model.state_dict(), 0, probe_of(model, a_prompt(vllm.chat)))
+    code, _ = cli(capsys, monkeypatch, rollout, "--tasks", demos.tasks, "--model", vllm.model, "--engine", vllm.tied.url,
+                  "--out", tmp_path / "r.jsonl", "--max-tokens", 300, "--max-prompt-tokens", 300)
+    assert "has weights that a training run has pushed" in str(code) and vllm.tied.url in code
+
+
+def test_asynchronous_training_on_two_vllm_servers(vllm, demos, tmp_path, capsys, monkeypatch):
+    flags = dppo_flags(vllm.model, demos.tasks, tmp_path, steps=10, lag=2, lr=3e-4,
+                       **{"engine": f"{vllm.tied.url},{vllm.untied.url}", **VLLM_FLAGS})
+    code, said = cli(capsys, monkeypatch, dppo, *flags)
+    assert code == 0, code
+    metrics, rollouts = check_run(tmp_path, steps=10, lag=2)
+    assert metrics[0]["logprob_diff_max"] < 1e-3 and max(m["lag"] for m in metrics) > 0
+    assert all(m["push_gb_per_s"] > 0 and m["sampler_idle_s"] >= 0 for m in metrics)
+    before = AutoModelForCausalLM.from_pretrained(vllm.model).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "last").state_dict()
+    assert any((after[k] - before[k]).abs().max() > 1e-4 for k in before)
+    assert not glob.glob("/dev/shm/tmax-*/new")
+
+
+def test_a_server_that_is_killed_in_mid_run_comes_back_with_the_right_weights(vllm, demos, tmp_path):
+    """On-policy, so that a single token of a restarted server's old weights would show in the log-probs."""
+    flags = dppo_flags(vllm.model, demos.tasks, tmp_path, steps=6, lag=0, lr=1e-3,
+                       **{"engine": vllm.untied.url, **VLLM_FLAGS})
+    process = subprocess.Popen([sys.executable, f"{ROOT}/dppo.py", *map(str, flags)], stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True)
+    await_lines(process, tmp_path / "metrics.jsonl", 2)
+    vllm.untied.kill()
+    vllm.untied.start()
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, said[-3000:]
+    assert f"warning: {vllm.untied.url}" in said and f"{vllm.untied.url} is back" in said
+    metrics, _ = check_run(tmp_path, steps=6, lag=0)
+    assert all(m["logprob_diff_max"] < 1e-3 and m["infra_errors"] == 0 for m in metrics)
+
+
+# ------------------------------------------------------------------------------------------------ resume
+
+KILLED = """
+import os, sys
+sys.path.insert(0, {root!r})
+import dppo, rollout
+from builtin.engine import TorchEngine
+
+owner, name, call = {where}
+function, calls = getattr(owner, name), 0
+
+def killed(*args, **more):
+    global calls
+    calls += 1
+    if calls == call and os.environ.get("RANK", "0") == os.environ.get("KILL_RANK", "0"):
+        os.kill(os.getpid(), 9)
+    return function(*args, **more)
+
+setattr(owner, name, killed)
+dppo.main()
+"""
+# In the third of four steps, or when the last is saved, with a checkpoint after the second: which call ends the process.
+KILLS = {"sampling": "rollout, 'run_episode', {episode}", "backward": "dppo, 'backward', 3",
+         "saving": "dppo.torch, 'save', 2", "pushing": "TorchEngine, 'load', 4"}
+
+
+def resume_flags(warm, demos, out, **more):
+    return [*dppo_flags(warm, demos.tasks, out, **{"steps": 4, "lr": 1e-3, "save-every": 2, "max-refill": 20,
+                                                   "max-turn-tokens": 20, **more}), "--deterministic"]
+
+
+def run_dppo(flags, where=None, folder=None, **environment):
+    command = [f"{ROOT}/dppo.py"]
+    if where:
+        (folder / "killed.py").write_text(KILLED.format(root=ROOT, where=where))
+        command = [str(folder / "killed.py")]
+    return subprocess.run([sys.executable, *command, *map(str, flags)], capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+
+
+@pytest.fixture(scope="session")
+def never_stopped(warm, demos, tmp_path_factory):
+    out = tmp_path_factory.mktemp("never") / "run"
+    done = run_dppo(resume_flags(warm, demos, out))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
+@pytest.mark.parametrize("where", KILLS)
+def test_a_killed_run_goes_on_as_if_never_stopped(where, warm, demos, never_stopped, tmp_path):
+    """CASES 32: the same tasks, tokens, log-probs and learning rate, and bit for bit the same weights."""
+    out, groups = tmp_path / "run", [r["group"] for r in read_jsonl(never_stopped / "rollouts.jsonl") if r["step"] == 2]
+    done = run_dppo(resume_flags(warm, demos, out), KILLS[where].format(episode=min(groups) * 6 + 4), tmp_path)
+    assert done.returncode == -9, done.stderr[-3000:]
+    assert [p.name for p in dppo.checkpoints(out)] == ["step-2"]
+    assert (out / "step-4.tmp").exists() == (where == "saving")  # half a checkpoint, which nobody takes for one
+    done = run_dppo([*resume_flags(warm, demos, out), "--resume"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    timeless = lambda rows: [{k: v for k, v in r.items() if k != "times" and not k.endswith("_s")} for r in rows]  # noqa: E731
+    assert timeless(read_jsonl(out / "rollouts.jsonl")) == timeless(read_jsonl(never_stopped / "rollouts.jsonl"))
+    assert timeless(read_jsonl(out / "metrics.jsonl")) == timeless(read_jsonl(never_stopped / "metrics.jsonl"))
+    for name in ("step-2", "step-4", "last"):
+        mine, its = (AutoModelForCausalLM.from_pretrained(o / name).state_dict() for o in (out, never_stopped))
+        assert all(torch.equal(mine[k], its[k]) for k in its), name
+
+
+def test_resume_on_two_ranks(warm, demos, tmp_path):
+    """The optimiser's whole state goes from one rank to the shards of two, and back."""
+    flags = dppo_flags(warm, demos.tasks, tmp_path / "run", **{"save-every": 1, "max-refill": 20})
+    assert run_dppo([*flags, "--steps", "1"]).returncode == 0
+    done = torchrun(2, f"{ROOT}/dppo.py", *flags, "--steps", 2, "--resume")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert run_dppo([*flags, "--steps", "3", "--resume"]).returncode == 0
+    check_run(tmp_path / "run", steps=3, lag=0)
+    moments = torch.load(tmp_path / "run" / "step-3" / "trainer.pt")["optimizer"]["state"]
+    assert all(m["step"] == 3 for m in moments.values())
+    assert set(moments) == set(dict(dppo.Policy(rollout.load_model(warm)).named_parameters()))
+
+
+def test_which_checkpoints_are_kept(tmp_path):
+    for step in range(1, 6):
+        (tmp_path / f"step-{step}").mkdir()
+        dppo.keep_checkpoints(tmp_path, 2, improved=step == 2)
+    assert sorted(p.name for p in tmp_path.glob("*")) == ["best", "last", "step-2", "step-4", "step-5"]
+    assert (tmp_path / "best").resolve().name == "step-2" and (tmp_path / "last").resolve().name == "step-5"
+
+
+RESUME_ERRORS = {  # name: (flags, what the message names)
+    "other seed": ({"seed": 5}, "--seed"), "other group size": ({"group-size": 5}, "--group-size"),
+    "nothing to do": ({"steps": 4}, "--steps"), "no resume": (None, "--resume"),
+    "deterministic with lag": ({"lag": 1}, "--lag 0"),
+}
+
+
+@pytest.mark.parametrize("name", RESUME_ERRORS)
+def test_what_cannot_be_resumed_says_why(name, warm, demos, never_stopped, capsys, monkeypatch):
+    more, named = RESUME_ERRORS[name]
+    flags = resume_flags(warm, demos, never_stopped, **{"steps": 6, **(more or {})}) + ["--resume"] * (more is not None)
+    before = (never_stopped / "metrics.jsonl").read_bytes()
+    code, _ = cli(capsys, monkeypatch, dppo, *flags)
+    torch.use_deterministic_algorithms(False)
+    assert str(code).startswith("dppo.py: ") and named in code and "\n" not in code
+    assert (never_stopped / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_full_disk_while_saving_is_one_line_and_loses_nothing(warm, demos, tmp_path):
+    """A limit on the size of a file stands in for the full disk: records are small, weights are not."""
+    out, flags = tmp_path / "run", dppo_flags(warm, demos.tasks, tmp_path / "run", **{"save-every": 1, "max-refill": 20})
+    done = subprocess.run([sys.executable, f"{ROOT}/dppo.py", *map(str, flags)], capture_output=True, text=True, timeout=120,
+                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert re.match(r"dppo.py: .*step-1 could not be written", done.stderr.strip().splitlines()[-1])
+    assert len(read_jsonl(out / "metrics.jsonl")) == 1 and not list(out.glob("step-*"))
+    done = run_dppo([*flags, "--resume"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    check_run(out, steps=2, lag=0)
+
+
+def test_a_rank_that_dies_ends_the_others(warm, demos, tmp_path):
+    flags = dppo_flags(warm, demos.tasks, tmp_path / "run", **{"steps": 50, "max-refill": 20})
+    (tmp_path / "killed.py").write_text(KILLED.format(root=ROOT, where=KILLS["backward"]))
+    process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                                str(tmp_path / "killed.py"), *map(str, flags)], stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1", "KILL_RANK": "1"})
+    await_lines(process, tmp_path / "run" / "metrics.jsonl", 2)
+    assert process.wait(timeout=30) != 0
+
+
+@pytest.mark.parametrize("change", ["more layers", "other width", "no causal model"])
+def test_a_checkpoint_of_another_architecture_is_named(change, warm, demos, tmp_path, capsys, monkeypatch):
+    model = shutil.copytree(warm, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config |= {"more layers": {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5},
+               "other width": {"intermediate_size": 300}, "no causal model": {"model_type": "t5"}}[change]
+    (model / "config.json").write_text(json.dumps(config))
+    code, _ = cli(capsys, monkeypatch, dppo, *dppo_flags(str(model), demos.tasks, tmp_path / "out"))
+    assert str(code).startswith(f"dppo.py: {model}") and "\n" not in code

@@ -56,8 +56,11 @@ class TorchEngine:
         self.waiting.put(None)
         self.thread.join()
 
-    def load(self, state_dict, version: int):
-        """Takes new weights between two forward passes. version: the mark of tokens sampled from now on."""
+    def load(self, state_dict, version: int, probe=None):
+        """Takes new weights between two forward passes. version: the mark of tokens sampled from now on.
+
+        probe: for engines that have to prove it; this one's weights are simply there. """
+        self.pushed_bytes = sum(w.numel() * w.element_size() for w in state_dict.values())
         with self.weights:
             self.model.load_state_dict(state_dict)
             self.version = version
