@@ -4443,7 +4443,7 @@ def test_check_says_what_is_wrong(lines, named, bwrap, tmp_path, capsys, monkeyp
 # ================================================================================================ taxonomy.json, gen.py sample and stats
 
 # RECIPE.md section 1: domain -> (skill types, primitive skills, personas)
-COUNTS = {
+DOMAIN_COUNTS = {
     "security": ("Systems, Data Processing, Web Security, Algorithmic, Testing", 27, 9),
     "software_engineering": ("Algorithmic, Systems, Data Processing, Web Security, Testing, Mathematical, Multi-Language", 40, 15),
     "file_operations": ("File I/O, Navigation, Data Parsing, Transformation, Archives", 28, 7),
@@ -4453,22 +4453,22 @@ COUNTS = {
     "scientific_computing": ("Data Processing, Algorithmic, Mathematical, Systems, Testing, Statistical", 32, 5),
     "data_processing": ("Data I/O, Manipulation, String/Text, Algorithmic, Mathematical, Time Series, Systems", 35, 7),
     "system_administration": ("Filesystem, Process/Service, Network, Configuration, Deployment, Shell Scripting", 33, 18)}
-COMMANDS = {"bash only", "bash + code", "bash + code + system services"}
-LANGUAGES = {"Python": .35, "C": .15, "Bash": .15, "C++": .10, "Rust": .07, "Go": .07, "several languages": .06, "any": .05}
-FIXTURES = {"text_only", "image", "audio", "video", "stripped_binary", "vendored_package", "multi_service_compose"}
-VERIFIERS = {"exact_text", "metric_threshold", "adversarial_corpus", "fuzz_equivalence", "multi_protocol"}
+COMMAND_KINDS = {"bash only", "bash + code", "bash + code + system services"}
+LANGUAGE_SHARES = {"Python": .35, "C": .15, "Bash": .15, "C++": .10, "Rust": .07, "Go": .07, "several languages": .06, "any": .05}
+FIXTURE_KINDS = {"text_only", "image", "audio", "video", "stripped_binary", "vendored_package", "multi_service_compose"}
+VERIFIER_KINDS = {"exact_text", "metric_threshold", "adversarial_corpus", "fuzz_equivalence", "multi_protocol"}
 # preset -> (P(intricate), P(a verifier other than exact_text), P(a fixture other than text_only))
-NEW = {"legacy": (0, 0, 0), "sft_v2": (2 / 3, 2 / 3, 2 / 3), "rl_v2": (.75, 1, 1), "tmax15k": (.25, 1 / 3, 1 / 3)}
+PRESETS = {"legacy": (0, 0, 0), "sft_v2": (2 / 3, 2 / 3, 2 / 3), "rl_v2": (.75, 1, 1), "tmax15k": (.25, 1 / 3, 1 / 3)}
 TAXONOMY = json.loads((HERE / "taxonomy.json").read_text())
 SAMPLED = 9_000
 
 
 @pytest.fixture(scope="module")
-def samples():
-    return {preset: [spec["axes"] for spec in gen.sample_specs(SAMPLED, 0, preset)] for preset in NEW}
+def sampled():
+    return {preset: [spec["axes"] for spec in gen.sample_specs(SAMPLED, 0, preset)] for preset in PRESETS}
 
 
-def near(count, n, p, sigmas=4.5):
+def plausible(count, n, p, sigmas=4.5):
     """Whether count of n is a plausible outcome at probability p: 4.5 sigma, once in 150,000 looks."""
     return abs(count - n * p) <= sigmas * math.sqrt(n * p * (1 - p)) + 1e-9
 
@@ -4481,15 +4481,15 @@ def forbidden(axes):
 def test_taxonomy_has_the_papers_counts():
     domains = TAXONOMY["domains"]
     assert {name: (", ".join(d["skill_types"]), sum(map(len, d["skill_types"].values())), len(d["personas"]))
-            for name, d in domains.items()} == COUNTS
+            for name, d in domains.items()} == DOMAIN_COUNTS
     primitives = [p for d in domains.values() for ps in d["skill_types"].values() for p in ps]
     personas = [p for d in domains.values() for p in d["personas"]]
     assert (len(domains), sum(len(d["skill_types"]) for d in domains.values())) == (9, 52)
     assert len(set(primitives)) == 283 and len(set(personas)) == 85
-    assert TAXONOMY["language"] == LANGUAGES and set(TAXONOMY["command_complexity"]) == COMMANDS
+    assert TAXONOMY["language"] == LANGUAGE_SHARES and set(TAXONOMY["command_complexity"]) == COMMAND_KINDS
     assert list(TAXONOMY["task_complexity"]) == ["short", "moderate", "complex", "intricate"]
-    assert set(TAXONOMY["fixture"]) == FIXTURES and set(TAXONOMY["verifier"]) == VERIFIERS
-    assert set(TAXONOMY["presets"]) == set(NEW) and TAXONOMY["presets"]["tmax15k"] == {"mix": {"legacy": 10000, "rl_v2": 5000}}
+    assert set(TAXONOMY["fixture"]) == FIXTURE_KINDS and set(TAXONOMY["verifier"]) == VERIFIER_KINDS
+    assert set(TAXONOMY["presets"]) == set(PRESETS) and TAXONOMY["presets"]["tmax15k"] == {"mix": {"legacy": 10000, "rl_v2": 5000}}
     explained = [TAXONOMY[axis] for axis in ("task_complexity", "command_complexity", "fixture", "verifier")]
     assert all(len(text.split()) >= 6 and "\n" not in text for axis in explained for text in axis.values())
     assert all(rule["why"] for rule in TAXONOMY["incompatible"])
@@ -4499,18 +4499,18 @@ def test_taxonomy_has_the_papers_counts():
     assert all(persona.startswith(("a ", "an ", "the ")) and len(persona.split()) >= 6 for persona in personas)
 
 
-@pytest.mark.parametrize("preset", NEW)
-def test_sampled_shares(samples, preset):
-    drawn, (intricate, verifier, fixture) = samples[preset], NEW[preset]
+@pytest.mark.parametrize("preset", PRESETS)
+def test_sampled_shares(sampled, preset):
+    drawn, (intricate, verifier, fixture) = sampled[preset], PRESETS[preset]
     old = {"task_complexity": (1 - intricate) / 3}
-    want = {"domain": dict.fromkeys(COUNTS, 1 / 9), "language": LANGUAGES,
+    want = {"domain": dict.fromkeys(DOMAIN_COUNTS, 1 / 9), "language": LANGUAGE_SHARES,
             "task_complexity": {"short": old["task_complexity"], "moderate": old["task_complexity"],
                                 "complex": old["task_complexity"], "intricate": intricate},
-            "command_complexity": dict.fromkeys(COMMANDS, 1 / 3)}
+            "command_complexity": dict.fromkeys(COMMAND_KINDS, 1 / 3)}
     for axis, shares in want.items():
         counts = collections.Counter(axes[axis] for axes in drawn)
         assert set(counts) == {value for value, p in shares.items() if p}, axis
-        off = {v: (counts[v], SAMPLED * p) for v, p in shares.items() if not near(counts[v], SAMPLED, p)}
+        off = {v: (counts[v], SAMPLED * p) for v, p in shares.items() if not plausible(counts[v], SAMPLED, p)}
         assert not off, (axis, off)
     if preset == "tmax15k":     # dealt out in turn: two of legacy, one of rl_v2
         assert collections.Counter(a["verifier"] for a in drawn)["exact_text"] == 6_000
@@ -4520,30 +4520,30 @@ def test_sampled_shares(samples, preset):
             part = list(part)
             if preset == "tmax15k" and where == "task_complexity":
                 continue        # there the presets themselves differ in it
-            assert near(sum(a["verifier"] != "exact_text" for a in part), len(part), verifier), value
-            assert near(sum(a["fixture"] != "text_only" for a in part), len(part), fixture), value
+            assert plausible(sum(a["verifier"] != "exact_text" for a in part), len(part), verifier), value
+            assert plausible(sum(a["fixture"] != "text_only" for a in part), len(part), fixture), value
 
 
-def test_skill_types_and_personas_are_uniform_in_their_domain(samples):
-    drawn = samples["sft_v2"]
+def test_skill_types_and_personas_are_uniform_in_their_domain(sampled):
+    drawn = sampled["sft_v2"]
     for name, domain in TAXONOMY["domains"].items():
         here = [axes for axes in drawn if axes["domain"] == name]
         for axis, values in (("skill_type", domain["skill_types"]), ("persona", domain["personas"])):
             counts = collections.Counter(axes[axis] for axes in here)
-            assert set(counts) == set(values) and all(near(n, len(here), 1 / len(values)) for n in counts.values())
+            assert set(counts) == set(values) and all(plausible(n, len(here), 1 / len(values)) for n in counts.values())
 
 
-@pytest.mark.parametrize("preset", NEW)
-def test_no_incompatible_combination_is_drawn(samples, preset):
-    drawn = samples[preset]
+@pytest.mark.parametrize("preset", PRESETS)
+def test_no_incompatible_combination_is_drawn(sampled, preset):
+    drawn = sampled[preset]
     assert not [axes for axes in drawn if forbidden(axes)]
     services = [a for a in drawn if "multi_protocol" == a["verifier"] or "multi_service_compose" == a["fixture"]]
     assert {a["command_complexity"] for a in services} <= {"bash + code + system services"}
     assert bool(services) == (preset != "legacy")
 
 
-def test_verifier_and_fixture_are_uniform_over_what_fits(samples):
-    drawn = samples["rl_v2"]
+def test_verifier_and_fixture_are_uniform_over_what_fits(sampled):
+    drawn = sampled["rl_v2"]
     cells = collections.defaultdict(collections.Counter)
     for a in drawn:
         cells[a["domain"], a["command_complexity"]][a["verifier"]] += 1
@@ -4551,24 +4551,24 @@ def test_verifier_and_fixture_are_uniform_over_what_fits(samples):
     for (domain, commands, *verifier), counts in cells.items():
         context = {"domain": domain, "task_complexity": "short", "command_complexity": commands, "verifier": None, "fixture": None}
         if verifier:
-            fits = {f for f in FIXTURES - {"text_only"} if not forbidden({**context, "verifier": verifier[0], "fixture": f})}
+            fits = {f for f in FIXTURE_KINDS - {"text_only"} if not forbidden({**context, "verifier": verifier[0], "fixture": f})}
         else:
-            fits = {v for v in VERIFIERS - {"exact_text"} if not forbidden({**context, "verifier": v})}
+            fits = {v for v in VERIFIER_KINDS - {"exact_text"} if not forbidden({**context, "verifier": v})}
         total = counts.total()
-        assert set(counts) <= fits and all(near(counts[value], total, 1 / len(fits)) for value in fits), (domain, commands)
+        assert set(counts) <= fits and all(plausible(counts[value], total, 1 / len(fits)) for value in fits), (domain, commands)
 
 
-def test_every_compatible_pair_of_verifier_and_fixture_occurs(samples):
-    seen = {(a["verifier"], a["fixture"]) for a in samples["sft_v2"]}
-    never = {(v, f) for v in VERIFIERS for f in FIXTURES} - seen
+def test_every_compatible_pair_of_verifier_and_fixture_occurs(sampled):
+    seen = {(a["verifier"], a["fixture"]) for a in sampled["sft_v2"]}
+    never = {(v, f) for v in VERIFIER_KINDS for f in FIXTURE_KINDS} - seen
     rules = {(v, f) for rule in TAXONOMY["incompatible"] if set(rule) == {"verifier", "fixture", "why"}
              for v in rule["verifier"] for f in rule["fixture"]}
     assert never == rules and len(rules) >= 4
 
 
-def test_primitives_come_from_the_chosen_skill_type_first(samples):
+def test_primitives_come_from_the_chosen_skill_type_first(sampled):
     lengths, mixed = collections.Counter(), 0
-    for axes in samples["tmax15k"]:
+    for axes in sampled["tmax15k"]:
         skills, drawn = TAXONOMY["domains"][axes["domain"]]["skill_types"], axes["primitive_skills"]
         own = skills[axes["skill_type"]]
         first = min(len(drawn), len(own))
@@ -4576,7 +4576,7 @@ def test_primitives_come_from_the_chosen_skill_type_first(samples):
         assert set(drawn[first:]) <= {p for ps in skills.values() for p in ps} - set(own)
         lengths[len(drawn)] += 1
         mixed += first < len(drawn)
-    assert set(lengths) == {3, 4, 5} and all(near(n, SAMPLED, 1 / 3) for n in lengths.values()) and mixed
+    assert set(lengths) == {3, 4, 5} and all(plausible(n, SAMPLED, 1 / 3) for n in lengths.values()) and mixed
 
 
 def test_same_seed_same_bytes(tmp_path):
@@ -4625,13 +4625,13 @@ def test_weights_shift_what_they_name():
         assert not [spec for spec in drawn if forbidden(spec["axes"])]
         return collections.Counter(spec["axes"][axis] for spec in drawn)
 
-    assert near(shares("domain", domain__security=3)["security"], 6000, 3 / 11)
-    assert near(shares("task_complexity", task_complexity__intricate=4)["intricate"], 6000, 8 / 9)
-    assert near(shares("task_complexity", "legacy", task_complexity__complex=2)["complex"], 6000, 1 / 2)
-    assert near(shares("language", language__Go=0)["Python"], 6000, .35 / .93)
-    assert near(shares("skill_type", domain__debugging=gen.MOST, skill_type__Forensics=6)["Forensics"], 6000, 1 / 2)
-    without = shares("fixture", fixture__image=0, fixture__text_only=0)
-    assert set(without) == FIXTURES - {"image", "text_only"}
+    assert plausible(shares("domain", domain__security=3)["security"], 6000, 3 / 11)
+    assert plausible(shares("task_complexity", task_complexity__intricate=4)["intricate"], 6000, 8 / 9)
+    assert plausible(shares("task_complexity", "legacy", task_complexity__complex=2)["complex"], 6000, 1 / 2)
+    assert plausible(shares("language", language__Go=0)["Python"], 6000, .35 / .93)
+    assert plausible(shares("skill_type", domain__debugging=gen.MOST, skill_type__Forensics=6)["Forensics"], 6000, 1 / 2)
+    rest = shares("fixture", fixture__image=0, fixture__text_only=0)
+    assert set(rest) == FIXTURE_KINDS - {"image", "text_only"}
 
 
 @pytest.mark.parametrize("args, words", [
@@ -4647,7 +4647,7 @@ def test_weights_shift_what_they_name():
     (["--weight", "fixture=image:inf"], ["0 to 1,000,000"]),
     (["--weight", "fixture=image:2", "--weight", "fixture=image:3"], ["twice"]),
     (["--preset", "legacy", "--weight", "verifier=multi_protocol:2"], ["legacy never draws it"]),
-    ([f for name in COUNTS for f in ("--weight", f"domain={name}:0")], ["leave no domain"]),
+    ([f for name in DOMAIN_COUNTS for f in ("--weight", f"domain={name}:0")], ["leave no domain"]),
     (["--preset", "rl_v2", "--weight", "verifier=metric_threshold:0", "--weight", "verifier=fuzz_equivalence:0"],
      ["leave no verifier", "bash only"]),
     (["--n", "0"], ["at least one spec"]),
@@ -4683,25 +4683,25 @@ def test_a_domain_a_persona_and_a_verifier_are_added_in_the_json_alone(tmp_path,
     drawn = [spec["axes"] for spec in read_jsonl(tmp_path / "s")]
     maps = [a for a in drawn if a["domain"] == "cartography"]
     reviewed = [a for a in drawn if a["verifier"] == "peer_review"]
-    assert code == 0 and near(len(maps), 4000, 1 / 10) and "cartography" in said and "peer_review" in said
+    assert code == 0 and plausible(len(maps), 4000, 1 / 10) and "cartography" in said and "peer_review" in said
     assert {len(a["primitive_skills"]) for a in maps} == {3, 4, 5} and len({a["fixture"] for a in maps}) == 6
-    assert len(reviewed) > 400 and {a["fixture"] for a in reviewed} == FIXTURES - {"text_only", "audio"}
-    assert {a["domain"] for a in reviewed} == {*COUNTS, "cartography"}
+    assert len(reviewed) > 400 and {a["fixture"] for a in reviewed} == FIXTURE_KINDS - {"text_only", "audio"}
+    assert {a["domain"] for a in reviewed} == {*DOMAIN_COUNTS, "cartography"}
     assert any(a["persona"] == "a locksmith turned programmer" for a in drawn)
     code, said = cli(capsys, monkeypatch, gen, "stats", tmp_path / "s", "--taxonomy", path)
     assert code == 0 and re.search(r"domain +10 +(0.99\d|1.000) ", said) and re.search(r"verifier +6 ", said)
 
 
-def drop(key):
+def without(key):
     return lambda taxonomy: taxonomy.pop(key)
 
 
-def rule(**axes):
+def with_rule(**axes):
     return lambda taxonomy: taxonomy["incompatible"].append({**axes, "why": "test"})
 
 
 @pytest.mark.parametrize("edit, words", [
-    (drop("verifier"), ["exactly the keys"]),
+    (without("verifier"), ["exactly the keys"]),
     (lambda t: t["domains"]["security"].pop("personas"), ["security needs skill_types and personas"]),
     (lambda t: t["domains"]["security"].update(personas="nobody"), ["security: personas"]),
     (lambda t: t["domains"].update({"my domain": t["domains"]["security"]}), ["'my domain'", "letters"]),
@@ -4709,12 +4709,12 @@ def rule(**axes):
     (lambda t: t["domains"].update(small={"skill_types": {"A": ["b", "c"]}, "personas": ["d"]}), ["small needs at least 5"]),
     (lambda t: t["domains"]["debugging"]["skill_types"]["Testing"].append("telling a wrong test from wrong code"), ["Testing"]),
     (lambda t: t["language"].update(Perl=0), ["language"]),
-    (lambda t: t["old"].update(verifier=list(VERIFIERS)), ["old verifier"]),
-    (rule(fixture=["hologram"]), ["no fixture hologram"]),
-    (rule(fixture=["image"], persona=["x"]), ["no such rule"]),
-    (rule(domain=["security"], command_complexity=["bash only"]), ["no such rule"]),
-    (rule(fixture=["text_only"], domain=["security"]), ["no old fixture fits security"]),
-    (rule(verifier=["metric_threshold"], domain=["data_science"]), ["no new verifier fits data_science", "bash only"]),
+    (lambda t: t["old"].update(verifier=list(VERIFIER_KINDS)), ["old verifier"]),
+    (with_rule(fixture=["hologram"]), ["no fixture hologram"]),
+    (with_rule(fixture=["image"], persona=["x"]), ["no such rule"]),
+    (with_rule(domain=["security"], command_complexity=["bash only"]), ["no such rule"]),
+    (with_rule(fixture=["text_only"], domain=["security"]), ["no old fixture fits security"]),
+    (with_rule(verifier=["metric_threshold", "fuzz_equivalence"], domain=["data_science"]), ["no new verifier fits data_science", "bash only"]),
     (lambda t: t["presets"].update(mine={"new_to_old": {"fixture": [1, 1]}}), ["preset mine"]),
     (lambda t: t["presets"]["tmax15k"]["mix"].update(v3=1), ["preset tmax15k mixes"]),
 ])
