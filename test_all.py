@@ -3673,7 +3673,7 @@ def from_atif(trajectory):
 @pytest.fixture(scope="module")
 def episodes(bwrap, hermes, folders):
     """A rollout by tokens for each tool format, one by messages, and one by messages with tokens added afterwards."""
-    xml = Chat(folders["qwen3_xml"])
+    xml = Chat(folders["xml"])
     said = [call_message("echo a", "echo b", content="Two."), {"role": "assistant", "content": "", "reasoning_content": "Hm.",
             "tool_calls": [{"id": "x", "function": {"name": "bash", "arguments": "{"}}]}, call_message(SUBMIT)]
     by_tokens = [play(bash_task(), SaysTokens(chat, calls_of(chat, "echo a", "echo b", text="Two."), "no call",
