@@ -3767,3 +3767,47 @@ def test_harbor_reads_the_folders_as_we_do(harbor_python, tmp_path):
             assert value is None or value == sandbox.limits_of(task)[key], (task["id"], key)
         assert instruction.replace("\r\n", "\n") == task["instruction"].replace("\r\n", "\n")
         assert user is None or str(user).replace("0", "root") in (sandbox.user_of(task), "1rootrootroot")
+
+
+def harbor_job(harbor_python, folder, out, *flags):
+    """{task id: (reward, its trial's folder)} of a job of the real Harbor with Docker."""
+    need("docker")
+    command = [Path(harbor_python).with_name("harbor"), "run", "-p", folder, "-e", "docker", "-o", out, "--job-name", "job", "-y", "-q"]
+    done = subprocess.run([*map(str, command), *map(str, flags)], capture_output=True, text=True, cwd=ROOT,
+                          env=os.environ | {"PYTHONPATH": ROOT})
+    trials = {json.loads(p.read_text())["task_name"]: p for p in Path(out).glob("job/*/result.json")}
+    assert trials, done.stdout[-3000:] + done.stderr[-3000:]
+    return {id: (json.loads(p.read_text())["verifier_result"]["rewards"]["reward"], p.parent) for id, p in trials.items()}
+
+
+@pytest.fixture(scope="module")
+def harbor_tasks(tmp_path_factory):
+    """Two exported tasks. With a network: without one, Harbor wants an image that it makes from a public registry's."""
+    tasks = [t | {"limits": t["limits"] | {"network": True}} for t in gen.builtin_tasks(2, 5, "train", ["rename-call", "sort-unique"])]
+    folder = tmp_path_factory.mktemp("harbor")
+    harbor.export_harbor(tasks, folder)
+    return tasks, folder
+
+
+def test_harbors_oracle_solves_what_we_export(harbor_python, harbor_tasks, tmp_path):
+    tasks, folder = harbor_tasks
+    assert {id: reward for id, (reward, _) in harbor_job(harbor_python, folder, tmp_path, "-a", "oracle").items()} == {
+        t["id"]: 1.0 for t in tasks}
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_our_agent_in_harbor_earns_what_it_earns_here(right, harbor_python, harbor_tasks, endpoint, tmp_path):
+    task, folder = harbor_tasks[0][0], harbor_tasks[1]
+    demo = next(d for d in task["demos"] if d["right"] == right)
+    endpoint.script = [ok(call_message(c)) for c in demo["commands"]] + [ok(call_message(SUBMIT))]
+    here = run_episode(task, rollout.ChatEngine(endpoint.url, "m"), None, Sampling(), backend="docker")
+    endpoint.requests.clear()
+    job = harbor_job(harbor_python, folder / task["id"], tmp_path, "-a", "extras.harbor:HarborAgent", "-m", "m",
+                     "--ak", f"engine=chat:{endpoint.url}", "--ak", "max_turns=9")
+    reward, trial = job[task["id"]]
+    [there] = read_jsonl(trial / "agent/rollout.jsonl")
+    assert reward == here["reward"] and (reward == 1) == right
+    assert [m["content"] for m in there["messages"]] == [m["content"] for m in here["messages"]]
+    assert (there["end"], there["turns"], there["reward"]) == ("submitted", len(demo["commands"]) + 1, None)
+    assert json.loads((trial / "agent/trajectory.json").read_text())["extra"]["end"] == "submitted"
+    assert endpoint.requests[0][2]["temperature"] == .7
