@@ -5308,7 +5308,7 @@ def from_atif(trajectory):
 @pytest.fixture(scope="module")
 def episodes(bwrap, hermes, folders):
     """A rollout by tokens for each tool format, one by messages, and one by messages with tokens added afterwards."""
-    xml = Chat(folders["qwen3_xml"])
+    xml = Chat(folders["xml"])
     said = [call_message("echo a", "echo b", content="Two."), {"role": "assistant", "content": "", "reasoning_content": "Hm.",
             "tool_calls": [{"id": "x", "function": {"name": "bash", "arguments": "{"}}]}, call_message(SUBMIT)]
     by_tokens = [play(bash_task(), SaysTokens(chat, calls_of(chat, "echo a", "echo b", text="Two."), "no call",
@@ -6465,3 +6465,47 @@ def test_a_checkpoint_of_another_architecture_is_named(change, warm, demos, tmp_
     (model / "config.json").write_text(json.dumps(config))
     code, _ = cli(capsys, monkeypatch, dppo, *dppo_flags(str(model), demos.tasks, tmp_path / "out"))
     assert str(code).startswith(f"dppo.py: {model}") and "\n" not in code
+
+
+def harbor_job(harbor_python, folder, out, *flags):
+    """{task id: (reward, its trial's folder)} of a job of the real Harbor with Docker."""
+    need("docker")
+    command = [Path(harbor_python).with_name("harbor"), "run", "-p", folder, "-e", "docker", "-o", out, "--job-name", "job", "-y", "-q"]
+    done = subprocess.run([*map(str, command), *map(str, flags)], capture_output=True, text=True, cwd=ROOT,
+                          env=os.environ | {"PYTHONPATH": ROOT})
+    trials = {json.loads(p.read_text())["task_name"]: p for p in Path(out).glob("job/*/result.json")}
+    assert trials, done.stdout[-3000:] + done.stderr[-3000:]
+    return {id: (json.loads(p.read_text())["verifier_result"]["rewards"]["reward"], p.parent) for id, p in trials.items()}
+
+
+@pytest.fixture(scope="module")
+def harbor_tasks(tmp_path_factory):
+    """Two exported tasks. With a network: without one, Harbor wants an image that it makes from a public registry's."""
+    tasks = [t | {"limits": t["limits"] | {"network": True}} for t in gen.builtin_tasks(2, 5, "train", ["rename-call", "sort-unique"])]
+    folder = tmp_path_factory.mktemp("harbor")
+    harbor.export_harbor(tasks, folder)
+    return tasks, folder
+
+
+def test_harbors_oracle_solves_what_we_export(harbor_python, harbor_tasks, tmp_path):
+    tasks, folder = harbor_tasks
+    assert {id: reward for id, (reward, _) in harbor_job(harbor_python, folder, tmp_path, "-a", "oracle").items()} == {
+        t["id"]: 1.0 for t in tasks}
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_our_agent_in_harbor_earns_what_it_earns_here(right, harbor_python, harbor_tasks, endpoint, tmp_path):
+    task, folder = harbor_tasks[0][0], harbor_tasks[1]
+    demo = next(d for d in task["demos"] if d["right"] == right)
+    endpoint.script = [ok(call_message(c)) for c in demo["commands"]] + [ok(call_message(SUBMIT))]
+    here = run_episode(task, rollout.ChatEngine(endpoint.url, "m"), None, Sampling(), backend="docker")
+    endpoint.requests.clear()
+    job = harbor_job(harbor_python, folder / task["id"], tmp_path, "-a", "extras.harbor:HarborAgent", "-m", "m",
+                     "--ak", f"engine=chat:{endpoint.url}", "--ak", "max_turns=9")
+    reward, trial = job[task["id"]]
+    [there] = read_jsonl(trial / "agent/rollout.jsonl")
+    assert reward == here["reward"] and (reward == 1) == right
+    assert [m["content"] for m in there["messages"]] == [m["content"] for m in here["messages"]]
+    assert (there["end"], there["turns"], there["reward"]) == ("submitted", len(demo["commands"]) + 1, None)
+    assert json.loads((trial / "agent/trajectory.json").read_text())["extra"]["end"] == "submitted"
+    assert endpoint.requests[0][2]["temperature"] == .7
