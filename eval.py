@@ -11,7 +11,7 @@
 every episode. Its tasks are tasks.jsonl, a folder of Harbor tasks, or questions with a known answer, one
 {"id", "question", "answer"} a line, which the agent answers through the terminal or, with --no-tools, in one
 turn. `report` and `compare` group rows by model; a row needs only model, task_id and reward. They also read
-folders of Harbor's job results and compact rows {"model", "task", "rewards": "01-10"}, a character an attempt:
+folders of Harbor's job results and compact rows {"model", "task", "rewards": "01-10"}, a sign an attempt:
 
     python eval.py report docs/tb2_trials.jsonl                                        # the paper's Table 16
     python eval.py compare docs/tb2_trials.jsonl:Qwen3.5-9B docs/tb2_trials.jsonl:tmax-9b
@@ -47,18 +47,17 @@ TOKEN_FIELDS = ("token_ids", "loss_mask", "logprobs", "policy_versions")
 
 
 def run(args):
-    """Plays what `--out` lacks. What is ours to fix is tried again and, failing that, a row without reward."""
+    """Plays what `--out` lacks. What is ours to fix is tried again; failing that, its row has no reward."""
     sampling = rollout.sampling_from(args)
     tasks = load_any_tasks(args.tasks)[: args.limit]
     if args.no_tools and (without := [t["id"] for t in tasks if "answer" not in t]):
         raise ValueError(f"{args.tasks}: --no-tools needs questions with an answer; {without[0]} has none")
+    backend = None if args.no_tools else resolve_backend(args.backend)
     engine, chat = rollout.make_engine(args.engine, args.model, sampling)
     tries = 1 + args.infra_retries
-    broken = {}
     if args.no_tools:
-        engine.tools = []
+        engine.tools, broken = [], {}
     else:
-        backend = resolve_backend(args.backend)
         broken = build_images(tasks, backend, tries)
 
     def play(job):
@@ -147,7 +146,8 @@ def read_rows(paths: list[str]) -> dict[str, list[dict]]:
             attempt = row.get("attempt", row.get("sample"))
             key = (row["task_id"], row.get("step"), attempt) if attempt is not None else len(rows)
             if rows.get(key, {}).get("reward") is not None:
-                raise ValueError(f"{where}: attempt {attempt} of {row['task_id']} by {row['model']} is there twice")
+                what = f"attempt {attempt} of {row['task_id']} by {row['model']}"
+                raise ValueError(f"{where}: {what} is there twice")
             rows[key] = row
     if not by_model:
         raise ValueError(f"no rows in {', '.join(map(str, paths))}")
@@ -222,7 +222,7 @@ def pass_at_k(n: int, c: int, k: int) -> float | None:
 
 
 def statistics(rows: list[dict]) -> dict:
-    """The numbers of one model's rows, as fractions. A missing reward counts as 0 but where the name says not."""
+    """The numbers of one model's rows, as fractions. A missing reward counts as 0 unless said."""
     rewards = defaultdict(list)
     for row in rows:
         rewards[row["task_id"]].append(row["reward"])
@@ -265,9 +265,10 @@ def print_report(paths: list[str], as_json: bool = False):
     table = [["model", "tasks", "attempts", "mean", "SE tasks", "SE runs", *(f"pass@{k}" for k in ks),
               "missing", "mean without"]]
     for s in every:
-        table.append([s["model"], s["tasks"], s["attempts"], *map(percent, (s["mean"], s["se_tasks"], s["se_runs"])),
-                      *(percent(s["pass_at_k"].get(str(k))) for k in ks), s["missing"],
-                      percent(s["mean_without_missing"])])
+        errors = percent(s["se_tasks"]), percent(s["se_runs"])
+        passed = [percent(s["pass_at_k"].get(str(k))) for k in ks]
+        table.append([s["model"], s["tasks"], s["attempts"], percent(s["mean"]), *errors, *passed,
+                      s["missing"], percent(s["mean_without_missing"])])
     print_table(table)
     print("SE tasks: the mean's standard error over tasks; SE runs: over repeats at these same tasks.\n"
           "A missing reward counts as 0, and is left out in the last column.")
@@ -283,7 +284,7 @@ def print_table(table: list[list]):
 
 
 def print_details(model: str, rows: list[dict]):
-    """What a model's rows say besides their rewards: how episodes ended, their length, the built-in families."""
+    """What a model's rows say besides rewards: how episodes ended, their length, the built-in families."""
     lines = []
     if any("end" in row for row in rows):
         ends = Counter(row.get("end") for row in rows).most_common()
@@ -296,7 +297,8 @@ def print_details(model: str, rows: list[dict]):
     for key, name in (("turns", "turns an episode"), ("sampled_tokens", "tokens sampled an episode")):
         values = [row[key] for row in rows if row.get(key) is not None]
         if values:
-            lines.append(f"{name}: {np.mean(values):.1f} (median {np.median(values):.0f}, most {max(values)})")
+            middle = np.median(values)
+            lines.append(f"{name}: {np.mean(values):.1f} (median {middle:.0f}, most {max(values)})")
     families = defaultdict(list)
     for row in rows:
         found = re.fullmatch(r"(.+)-(?:train|val|test)-\d+-\d+", row["task_id"])
@@ -320,7 +322,7 @@ def rows_of_one(source: str) -> list[dict]:
     path, _, model = (source, "", "") if os.path.exists(source) else source.partition(":")
     by_model = read_rows([path])
     if not model and len(by_model) > 1:
-        raise ValueError(f"{path} holds several models; say which: {path}:MODEL, one of {', '.join(by_model)}")
+        raise ValueError(f"{path} holds several models; say {path}:MODEL, one of {', '.join(by_model)}")
     if model and model not in by_model:
         raise ValueError(f"{path} has no model {model}, only {', '.join(by_model)}")
     return by_model[model or next(iter(by_model))]
@@ -365,8 +367,9 @@ def compare(args):
     print(f"A: {a[0]['model']}  mean {percent(c['mean_a'])}")
     print(f"B: {b[0]['model']}  mean {percent(c['mean_b'])}")
     print(f"B - A, paired over {c['tasks']} tasks: {points(c['difference'])} points, standard error "
-          f"{points(c['se']).lstrip('+')}, 95% interval {points(c['low'])} to {points(c['high'])} (bootstrap)")
-    print(f"B is ahead on {c['won']} tasks, behind on {c['lost']}, level on {c['tasks'] - c['won'] - c['lost']}")
+          f"{points(c['se']).lstrip('+')}, 95% bootstrap interval {points(c['low'])} to {points(c['high'])}")
+    level = c["tasks"] - c["won"] - c["lost"]
+    print(f"B is ahead on {c['won']} tasks, behind on {c['lost']}, level on {level}")
     if missing := sum(row["reward"] is None for row in a + b):
         print(f"{missing} missing rewards count as 0")
     if c["unpaired"]:
@@ -392,7 +395,7 @@ def plot(args):
 
     Folders whose names differ only in a number at the end of -s0 or -seed0 are one curve: each seed is thin,
     their mean is thick. """
-    training, evals = defaultdict(list), defaultdict(list)  # by label: metrics; (stage, style, step, statistics)
+    training, evals = defaultdict(list), defaultdict(list)  # by label; see figures.draw_runs
     for run in map(Path, args.runs):
         if run.is_file():
             for model, rows in read_rows([run]).items():
@@ -400,8 +403,10 @@ def plot(args):
             continue
         label = re.sub(r"[-_.]s(eed)?[-_]?\d+$", "", run.resolve().name)
         metrics = read_jsonl(run / "metrics.jsonl")
-        if not metrics or not {"step", "reward"} <= metrics[0].keys():
-            raise ValueError(f"{run}/metrics.jsonl is {'not dppo.py' + chr(39) + 's' if metrics else 'empty'}")
+        if not metrics:
+            raise ValueError(f"{run}/metrics.jsonl is empty")
+        if not {"step", "reward"} <= metrics[0].keys():
+            raise ValueError(f"{run}/metrics.jsonl is not dppo.py's")
         training[label].append(metrics)
         for file in sorted(run.glob("eval_*.jsonl"), reverse=True):  # sft before rl
             stage, style = STAGES.get(file.stem[5:], (file.stem[5:], ":"))
@@ -425,7 +430,7 @@ def main():
     p.add_argument("--out", required=True, help="eval.jsonl; an existing one is continued")
     p.add_argument("--attempts", type=int, default=5, help="attempts a task")
     p.add_argument("--limit", type=int, help="only the first so many tasks")
-    p.add_argument("--no-tools", action="store_true", help="questions: answered in one turn, without a terminal")
+    p.add_argument("--no-tools", action="store_true", help="questions: one turn, without a terminal")
     # who
     p.add_argument("--model", required=True, help="checkpoint folder, or a name at the chat endpoint")
     p.add_argument("--engine", default="torch",

@@ -2,9 +2,9 @@
 
     {"id": "aime-24-1", "question": "Find ...", "answer": "204"}
 
-`eval.py run --tasks questions.jsonl` makes tasks of them: the agent writes its answer to a file, tests compare
-it. With --no-tools the model answers in one turn, by its last \\boxed{} or by what it states. Both give the
-same rows, by the same comparison.
+`eval.py run --tasks questions.jsonl` makes tasks of them: the agent writes its answer to a file, tests
+compare it. With --no-tools the model answers in one turn, by its last \\boxed{} or by what it states. Both
+give the same rows, by the same comparison.
 
 Left out: algebra. Two answers are equal as numbers or as text; x+1 and 1+x differ. """
 
@@ -34,7 +34,7 @@ with open("/logs/verifier/reward.txt", "w") as f:
 
 
 def same_answer(given: str, want: str) -> bool:
-    """Equal as numbers where both are (073 and 73, 1/2 and 0.5), otherwise as text without case and spaces."""
+    """Equal as numbers where both are (073 and 73, 1/2 and 0.5), else as text without case and spaces."""
 
     def plain(text):
         text = re.sub(r"\\(?:left|right|[,;! ])|[\s$]|(?<=\d),(?=\d{3}(?!\d))", "", text).rstrip(".")
@@ -51,16 +51,18 @@ def answer_tasks(path: str) -> list[dict]:
     for number, record in numbered_records(path):
         where, answer = f"{path}:{number}", record.get("answer")
         answer = str(answer) if type(answer) in (int, float) else answer
-        for field, value in (("id", record.get("id")), ("question", record.get("question")), ("answer", answer)):
+        for field in ("id", "question", "answer"):
+            value = answer if field == "answer" else record.get(field)
             if not isinstance(value, str) or not value.strip():
                 raise ValueError(f"{where}: {field} is missing or empty; a line is {{id, question, answer}}")
         if record["id"] in seen:
             raise ValueError(f"{where}: the id {record['id']} is there twice")
         seen.add(record["id"])
         check = CHECK.format(function=inspect.getsource(same_answer), file=ANSWER_FILE, answer=answer)
+        write = f"Write the final answer, and nothing else, to {ANSWER_FILE}."
         tasks.append({
             "id": record["id"], "question": record["question"], "answer": answer,
-            "instruction": f"{record['question']}\n\nWrite the final answer, and nothing else, to {ANSWER_FILE}.",
+            "instruction": f"{record['question']}\n\n{write}",
             "dockerfile": "FROM tmax-base:core\nWORKDIR /app\n", "files": {},
             "tests": {"test.sh": {"text": "python3 /tests/check.py\n"}, "check.py": {"text": check}},
         })
@@ -88,14 +90,15 @@ def final_answer(text: str) -> str | None:
     return number[0] if number else stated.partition("\n")[0].rstrip(" .*_$")
 
 
-def answer_once(task: dict, engine, chat, sampling, *, seed: int, group: int, sample: int, model: str) -> dict:
+def answer_once(task: dict, engine, chat, sampling, *, seed: int, group: int, sample: int, model: str):
     """One turn without tools, graded by its final answer; the same record as run_episode's."""
     messages = [{"role": "system", "content": "Answer the question. Put the final answer in \\boxed{}."},
                 {"role": "user", "content": task["question"]}]
     turn_seed = rollout.derive_seed(seed, task["id"], sample, 0)
     limit = min(sampling.max_turn_tokens, sampling.max_tokens)
     record = {"task_id": task["id"], "group": group, "sample": sample, "seed": seed, "model": model,
-              "messages": messages, "reward": None, "grade_log": "", "end": "infra_error", "turns": 0, "error": None}
+              "messages": messages, "reward": None, "grade_log": "", "end": "infra_error", "turns": 0,
+              "error": None}
     started = time.perf_counter()
     try:
         if chat:

@@ -1,9 +1,9 @@
 """The page of `eval.py show`: extras/show.html with the episodes inside, one file that needs no network.
 
 Everything in an episode is untrusted: a model wrote it. It enters the page as gzipped JSON in base64, whose
-alphabet has no "<" and no quote, in script elements of a type that no browser runs; the page unpacks an episode
-when it is opened and makes text nodes of it, never markup. A content security policy allows the page's own
-script and style, by their hashes, and nothing else: no other script, no image, no request.
+alphabet has no "<" and no quote, in script elements of a type that no browser runs; the page unpacks an
+episode when it is opened and makes text nodes of it, never markup. A content security policy allows the
+page's own script and style, by their hashes, and nothing else: no other script, no image, no request.
 """
 
 import base64
@@ -24,10 +24,10 @@ LOGPROBS = ("logprobs", "trainer_logprobs")
 
 
 def write_page(source: str, path: str, tokenizer_folder: str | None = None) -> str:
-    """Writes the page of a rollouts or eval file; returns a line about it. ValueError if there is nothing to show.
+    """Writes the page of a rollouts or eval file; returns a line about it. ValueError if there is none to show.
 
-    Tokens are shaded where a tokenizer says what they are: that of `tokenizer_folder`, or of the records' model.
-    Of a long training run take the last episodes: tail -n 2000 rollouts.jsonl > last.jsonl. """
+    Tokens are shaded where a tokenizer says what they are: that of `tokenizer_folder`, or of the records'
+    model. Of a long training run take the last episodes: tail -n 2000 rollouts.jsonl > last.jsonl. """
     template = Path(__file__).with_name("show.html").read_text(encoding="utf-8")
     for kind in ("script", "style"):  # the policy names the template's own two elements by their hashes
         code = re.search(rf"(?s)<{kind}>(.*?)</{kind}>", template)[1]
@@ -42,8 +42,8 @@ def write_page(source: str, path: str, tokenizer_folder: str | None = None) -> s
             for number, record in numbered_records(source):
                 if not isinstance(record.get("messages"), list):
                     raise ValueError(f"{source}:{number} has no messages to show")
-                folder = tokenizer_folder or record.get("model")
-                if record.get("token_ids") and not tokenizer and isinstance(folder, str) and os.path.isdir(folder):
+                folder = tokenizer_folder or str(record.get("model"))
+                if record.get("token_ids") and not tokenizer and os.path.isdir(folder):
                     from transformers import AutoTokenizer
 
                     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -54,12 +54,12 @@ def write_page(source: str, path: str, tokenizer_folder: str | None = None) -> s
                                      for p in record.get(name) or []]
                 if tokenizer and record.get("token_ids"):
                     episode["pieces"] = token_texts(tokenizer, record["token_ids"], texts)
-                page.write(f'<script type="text/plain" id="episode-{len(index)}">{packed(episode)}</script>\n')
+                page.write(element(f"episode-{len(index)}", episode))
                 index.append([record.get(name) for name in LISTED])
             if not index:
                 raise ValueError(f"{source} has no episodes")
             listed = {"source": os.path.basename(source), "fields": LISTED, "episodes": index, "texts": texts}
-            page.write(f'<script type="text/plain" id="index">{packed(listed)}</script>\n')
+            page.write(element("index", listed))
             page.write(tail)
         os.replace(part, path)
     finally:
@@ -69,8 +69,8 @@ def write_page(source: str, path: str, tokenizer_folder: str | None = None) -> s
     return f"{path}: {len(index)} episodes, {size:.1f} MB{shading}"
 
 
-def packed(value) -> str:
-    """JSON, gzipped, in base64. NaN and infinities, which JSON does not have, become null."""
+def element(id: str, value) -> str:
+    """A value as an element that no browser runs: JSON, gzipped, in base64. NaN and infinities become null."""
 
     def finite(x):
         if isinstance(x, dict):
@@ -80,7 +80,8 @@ def packed(value) -> str:
         return None if isinstance(x, float) and not math.isfinite(x) else x
 
     data = json.dumps(finite(value), separators=(",", ":")).encode()
-    return base64.b64encode(gzip.compress(data, 6, mtime=0)).decode()
+    packed = base64.b64encode(gzip.compress(data, 6, mtime=0)).decode()
+    return f'<script type="text/plain" id="{id}">{packed}</script>\n'
 
 
 def shown_message(message: dict) -> dict:
@@ -102,7 +103,7 @@ def shown_message(message: dict) -> dict:
         thinking, said = text, ""
     thinking = message.get("reasoning_content") or thinking.strip().removeprefix("<think>")
     return shown | {"text": said.partition("<tool_call>")[0].strip(), "thinking": thinking.strip(),
-                    "calls": [{"command": c.command} if c.error is None else {"error": c.error} for c in calls]}
+                    "calls": [call._asdict() for call in calls]}
 
 
 def token_texts(tokenizer, ids: list[int], texts: dict[int, str]) -> dict[int, str]:
