@@ -3573,7 +3573,7 @@ WEB = ("import http.server, urllib.request\nstore = dict(l.strip().split('=') fo
        "class H(http.server.BaseHTTPRequestHandler):\n    def do_GET(self):\n        try: answer, code = urllib.request.urlopen('http://' + store).read(), 200\n"
        "        except OSError as e: answer, code = str(e).encode(), 502\n        self.send_response(code); self.end_headers(); self.wfile.write(answer)\n"
        "http.server.HTTPServer(('127.0.0.1', 8080), H).serve_forever()\n")
-TONES = [{"hz": hz, "ms": ms} for hz, ms in [(440, 150), (0, 60), (440, 150), (1320, 90), (0, 100), (697.5, 200)]]
+TONES = [{"hz": hz, "ms": ms} for hz, ms in [(440, 150), (0, 60), (440, 150), (0, 40), (1320, 90), (0, 100), (697.5, 200)]]
 EVENTS = [{"frame": f, "frames": n, "color": "#c03020", "box": [40, 40, 60, 60]} for f, n in [(3, 2), (17, 1), (18 + 2, 5), (58, 2)]]
 FIXTURES = {                            # the declarations, and what of them nobody may find in the image
     "image": ({"path": "/app/receipt.png", "format": "png", "text": "Invoice Kestrel\nTotal: 93.20 EUR\npaid by Magnolia Brandt"},
@@ -3613,11 +3613,11 @@ print("".join(".#"[int(abs(v - x[0]) > 10)] for v in x))'""", r"00:00:06.00\n160
     "stripped_binary": ("./legacy abc; ./legacy melony; objdump -d legacy | grep -c imul.*0x1f; nm legacy 2>&1; strings legacy | grep -c melon; file legacy",
                         r"(\d+)\nopen\n[01]\nnm: legacy: no symbols\n0\n.*stripped\n"),
     "vendored_package": ("cd vendor/tally; make 2>&1 | tail -1; sed -i 's/(int)//' tally.c; make 2>&1 | tail -1; ls -l check | cut -c1-10",
-                         r"make: \*\*\* .*Error 1\n./check\n|.*1\.50\n.*"),
+                         r"make: \*\*\* .*Error 1\n1\.50\n-rwxr-xr-x\n"),
     "multi_service_compose": ("""cd shop; ./start.sh; echo $?; curl -s -w ' %{http_code}\\n' localhost:8080
 sed -i s/7010/7001/ web/web.ini; ./start.sh >/dev/null; curl -s -w ' %{http_code}\\n' localhost:8080
 ./start.sh >/dev/null; echo $?; ps ax | grep -c '[p]ython3 \\(web\\|store\\).py'""",
-                              r"store listens on port 7001\nweb listens on port 8080\n0\n.*refused> 502\nforty-two 200\n0\n4\n"),
+                              r"store listens on port 7001\nweb listens on port 8080\n0\n.*refused> 502\nforty-two 200\n0\n2\n"),
 }
 
 def fixture_files(name, declared=None):
