@@ -3,7 +3,7 @@
     python eval.py run --tasks test.jsonl --model ckpt --attempts 5 --out eval.jsonl   # plays and grades
     python eval.py report eval.jsonl [more.jsonl ...] [--json]                         # means, errors, pass@k
     python eval.py plot runs/demo --out curve.png                                      # learning curves
-    python eval.py export-atif rollouts.jsonl DIR                                      # trajectories for Harbor
+    python eval.py export-atif rollouts.jsonl DIR                                      # for Harbor
 
 `run` plays every task several times through rollout.py, with the paper's evaluation settings, and grades
 every episode. `report` groups rows by model; a row needs only model, task_id and reward, so results from
@@ -245,7 +245,7 @@ def main():
     p = commands.add_parser("export-atif", help="rollouts or eval rows as Harbor's trajectories")
     p.add_argument("file", help="rollouts.jsonl or eval.jsonl")
     p.add_argument("dir", help="gets a JSON file a record")
-    p.set_defaults(function=lambda args: print(f"{args.dir}: {export_atif(args.file, args.dir)} trajectories"))
+    p.set_defaults(function=lambda args: print(f"{args.dir}: {export_atif(args.file, args.dir)} written"))
 
     args = parser.parse_args()
     try:
