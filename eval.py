@@ -2,10 +2,15 @@
 
     python eval.py run --tasks test.jsonl --model ckpt --attempts 5 --out eval.jsonl   # plays and grades
     python eval.py report eval.jsonl [more.jsonl ...] [--json]                         # means, errors, pass@k
+<<<<<<< HEAD
     python eval.py compare before.jsonl after.jsonl                                    # paired by task
     python eval.py plot runs/demo --out curves.png                                     # what training did
     python eval.py show runs/demo/rollouts.jsonl --out page.html                       # episodes to read
     python eval.py export-atif rollouts.jsonl DIR                                      # trajectories for Harbor
+=======
+    python eval.py plot runs/demo --out curve.png                                      # learning curves
+    python eval.py export-atif rollouts.jsonl DIR                                      # for Harbor
+>>>>>>> harbor
 
 `run` plays every task several times through rollout.py, with the paper's evaluation settings, and grades
 every episode. Its tasks are tasks.jsonl, a folder of Harbor tasks, or questions with a known answer, one
@@ -467,7 +472,7 @@ def main():
     p = commands.add_parser("export-atif", help="rollouts or eval rows as Harbor's trajectories")
     p.add_argument("file", help="rollouts.jsonl or eval.jsonl")
     p.add_argument("dir", help="gets a JSON file a record")
-    p.set_defaults(function=lambda args: print(f"{args.dir}: {export_atif(args.file, args.dir)} trajectories"))
+    p.set_defaults(function=lambda args: print(f"{args.dir}: {export_atif(args.file, args.dir)} written"))
 
     args = parser.parse_args()
     try:

@@ -5340,7 +5340,7 @@ def test_export_atif_as_a_command(episodes, tmp_path, capsys, monkeypatch):
     path = write_jsonl(tmp_path / "r.jsonl", rows)
     code, said = cli(capsys, monkeypatch, evaluation, "export-atif", path, tmp_path / "out")
     files = sorted((tmp_path / "out").iterdir())
-    assert code == 0 and f"{len(rows)} trajectories" in said and len(files) == len(rows)
+    assert code == 0 and f"{len(rows)} written" in said and len(files) == len(rows)
     assert [json.loads(f.read_text())["extra"]["task_id"] for f in files] == [r["task_id"] for r in rows]
     for records, words in ((rows, "already"), ([{"model": "m", "task_id": "t", "reward": 1}], "r.jsonl:1: it has no messages"),
                            ([rows[0] | {"logprobs": [math.nan] * len(rows[0]["logprobs"])}], "r.jsonl:1: "), ([], "no records")):

@@ -1,8 +1,11 @@
-"""Harbor, the harness that Terminal-Bench 2 runs on: its task folders both ways, and the published TMax-15K.
+"""Harbor, the harness that Terminal-Bench 2 runs on: its task folders both ways, our harness as an agent of
+it, its format of trajectories; and the published TMax-15K.
 
     python gen.py export-harbor tasks.jsonl DIR              # one folder a task: DIR/ID
     python gen.py import-harbor DIR --out tasks.jsonl        # one task folder, or a folder of them
     python gen.py import-tmax rows.jsonl task-data.tar.gz --out tasks.jsonl
+    python eval.py export-atif rollouts.jsonl DIR            # trajectories in Harbor's format
+    PYTHONPATH=. harbor run -p DIR -a extras.harbor:HarborAgent -m MODEL -e docker --ak engine=chat:URL
 
 A Task record and a Harbor folder say the same, file by file:
 
@@ -546,12 +549,12 @@ def read_tarball(path: str, wanted: set) -> tuple[dict, dict]:
 # ------------------------------------------------------------------------------------------------------------
 
 KEEP = sandbox.Capture.KEEP
-LOOK_S, FLOOD = 20, 64 << 20  # one look into the container: at most so long, or until so much new output is there
+LOOK_S, FLOOD = 20, 64 << 20  # one look into the container ends after so long, or so much new output
 EXACT = 8 << 20  # up to here what lies between an output's ends is counted in characters, beyond in bytes
 PATIENCE = 10  # further ticks for the one of two ends (control message, nonce) that is still missing
 
-# Puts sandbox.py's shell into a container that we can reach by single commands alone. Its three streams are a FIFO
-# and two files there; stdout has a `cat` between, as a command that opens /dev/stdout would empty a file.
+# Puts sandbox.py's shell into a container that we reach by single commands alone. Its three streams are a FIFO
+# and two files; stdout has a `cat` between, as a command that opens /dev/stdout would empty a file.
 START = r"""
 umask 077; cd "$1" && mkfifo in pipe && : >out && : >control || exit 1
 session=$(type -P setsid)
@@ -560,8 +563,8 @@ exec 7>pipe
 $session bash --norc --noprofile -p "$1/init" "" "$OLDPWD" "" "" <>in >&7 7>&- 2>>control &
 echo $! >pid; echo "@@up@@"
 """
-# One look. $2 goes into the shell (base64). Then it waits, $3 ticks at most, until control has a whole message beyond
-# its byte $4, and out the nonce $6, and tells what is new since $4 and $5. Of a flood it tells both ends and how many
+# One look. $2 goes into the shell (base64). It waits, $3 ticks at most, until control has a whole message beyond
+# its byte $4, and out the nonce $6, and tells what is new since $4 and $5: of a flood both ends, and how many
 # characters lie between.
 LOOK = r"""
 cd "$1" && [[ -e /proc/$(<pid)/fd/0 ]] || { echo "@@gone@@"; exit; }  # a zombie has none
@@ -595,8 +598,8 @@ DOTS = b"." * (1 << 20)
 class HarborShell:
     """Where a HarborSandbox has its shell, and the way there: sandbox.py's box and channel in one.
 
-    execute: function(command, seconds) -> (exit code, output), by Harbor's stateless exec; InfraError. One look is
-    one exec, and a command mostly takes one look: 0.1 to 0.5 s with Docker, where sandbox.py's own takes 2 ms.
+    execute: function(command, seconds) -> (exit code, output), by Harbor's stateless exec; InfraError. A look is
+    one exec, and most commands take one look: .2 s or more with Docker, where sandbox.py's own take 2 ms.
     """
 
     def __init__(self, execute):
@@ -638,7 +641,8 @@ class HarborShell:
         self.control, self.out, between = map(int, found.groups()[:3])
         control, head, tail = map(base64.b64decode, found.groups()[3:])
         dots = [DOTS] * (between // len(DOTS)) + [DOTS[:between % len(DOTS)]]  # counted, but never shown
-        return [(stream, data) for stream, data in [(2, control), (1, head), *((1, d) for d in dots), (1, tail)] if data]
+        pieces = [(2, control), (1, head), *((1, piece) for piece in dots), (1, tail)]
+        return [(stream, data) for stream, data in pieces if data]
 
     def feeding(self, size: int) -> str:
         """The command that writes the first bytes of outbox into the shell."""
@@ -655,8 +659,8 @@ class HarborShell:
     def close(self):
         """Ends the shell; the agent's own processes go on, as the verifier may want them."""
         with contextlib.suppress(InfraError):  # Harbor ends the container soon
-            self.execute(f"cd {self.folder} && read -r p <pid && kill -9 $p $(cat /proc/$p/task/$p/children); "
-                         f"rm -rf {self.folder}", 60)
+            self.execute(f"cd {self.folder} && read -r p <pid && kill -9 $p $(cat /proc/$p/task/$p/children)"
+                         f"; rm -rf {self.folder}", 60)
         self.execute = lambda command, seconds: (0, "")  # closed as box and as channel
 
 
@@ -702,11 +706,9 @@ if BaseAgent:
         max_prompt_tokens: int = 2_048
 
     class HarborAgent(BaseAgent):
-        """Our harness in any of Harbor's environments: run_episode with its prompt, parser and token book-keeping.
+        """Our harness in any of Harbor's environments: run_episode with its prompt, parser and token records.
 
-            PYTHONPATH=. harbor run -p DIR -a extras.harbor:HarborAgent -m MODEL -e docker --ak engine=chat:URL
-
-        engine: as rollout.py's --engine; MODEL: as its --model. The trial's agent/ folder gets rollout.jsonl (one
+        MODEL is rollout.py's --model, engine its --engine. The trial's agent/ folder gets rollout.jsonl (one
         record, as rollout.py writes it, the reward left to Harbor) and trajectory.json (ATIF).
         """
 
@@ -721,7 +723,7 @@ if BaseAgent:
             return "1"
 
         async def setup(self, environment):
-            """Nothing is installed: the model is asked from here, and the shell is the container's own bash."""
+            """Nothing to install: the model is asked from here, the shell is the container's own bash."""
 
         async def run(self, instruction, environment, context):
             loop, stopped = asyncio.get_running_loop(), threading.Event()
@@ -736,7 +738,8 @@ if BaseAgent:
                     raise InfraError(f"Harbor's environment: {type(e).__name__}: {e}") from e
                 return result.return_code, (result.stdout or "") + (result.stderr or "")
 
-            episode = asyncio.ensure_future(asyncio.to_thread(self.play, instruction, execute, stopped, context))
+            thread = asyncio.to_thread(self.play, instruction, execute, stopped, context)
+            episode = asyncio.ensure_future(thread)
             try:
                 await asyncio.shield(episode)
             except asyncio.CancelledError:  # Harbor's time limit: what there is gets written
@@ -750,7 +753,7 @@ if BaseAgent:
             sampling = rollout.Sampling(**{key: said[key] for key in rollout.Sampling._fields})
             which = said["engine"], self.model_name  # one engine for all trials of a job
             engine, chat = sandbox.once(("engine", *which), lambda: rollout.make_engine(*which))
-            limits = {"agent_s": math.inf, "command_s": said["command_s"]}  # the episode's time is Harbor's to limit
+            limits = {"agent_s": math.inf, "command_s": said["command_s"]}  # Harbor limits the whole
             task = {"id": self.session_id or "task", "instruction": instruction, "limits": limits}
             record = rollout.run_episode(task, engine, chat, sampling, seed=said["seed"], sample=0,
                                          model=self.model_name, box=HarborSandbox(task, execute))
@@ -789,23 +792,26 @@ def token_turns(record: dict):
 def atif(record: dict) -> dict:
     """A rollout or eval row as an ATIF trajectory; ValueError where it has no messages.
 
-    A step is a message: system, user, or a turn of the model with its calls and what they gave. Where the record
-    has tokens, metrics has those of the turn with their log-probs, and metrics.extra.context_token_ids those that
-    came between it and the turn before (or the prompt): one after the other they are the episode, each token once.
+    A step is a message: system, user, or a turn of the model with its calls and what they gave. Where the
+    record has tokens, `metrics` has those of the turn with their log-probs, and its extra.context_token_ids
+    those between it and the turn before, or the prompt: in a row they are the episode, each token once.
     """
     messages = record.get("messages") or []
-    if [m.get("role") for m in messages[:2]] != ["system", "user"]:
+    if [message.get("role") for message in messages[:2]] != ["system", "user"]:
         raise ValueError("it has no messages")
-    steps, position = [], 0
     turns = list(token_turns(record)) if "token_ids" in record else []
+    steps, agent_steps, results, position = [], [], [], 0
     for message in messages:
-        if message["role"] != "assistant":
-            if message["role"] == "tool":
-                steps[-1].setdefault("observation", {"results": []})["results"].append({"content": message["content"]})
-            else:
-                steps.append({"source": message["role"], "message": message["content"]})
+        if message["role"] == "tool":
+            results[-1].append({"content": message["content"]})
             continue
-        step = {"source": "agent", "message": message.get("content") or "", "llm_call_count": 1}
+        step = {"step_id": len(steps) + 1, "source": message["role"], "message": message.get("content") or ""}
+        steps.append(step)
+        if message["role"] != "assistant":
+            continue
+        agent_steps.append((step, message))
+        results.append([])
+        step |= {"source": "agent", "llm_call_count": 1}
         if message.get("reasoning_content"):
             step["reasoning_content"] = message["reasoning_content"]
         if turns:
@@ -814,51 +820,46 @@ def atif(record: dict) -> dict:
             step["metrics"] = {
                 "prompt_tokens": start, "completion_tokens": end - start,
                 "completion_token_ids": record["token_ids"][start:end],
-                **({"logprobs": logprobs} if None not in logprobs else {}),  # rollouts of a chat API have none
                 "extra": {"context_token_ids": record["token_ids"][position:start]}}
+            if None not in logprobs:  # a chat API's rollouts have none
+                step["metrics"]["logprobs"] = logprobs
             position = end
-        steps.append(step)
-    agent_steps = [step for step in steps if step["source"] == "agent"]
-    for number, (step, message) in enumerate(zip(agent_steps, (m for m in messages if m["role"] == "assistant"))):
-        add_calls(step, message, number)
-    for number, step in enumerate(steps, 1):
-        step["step_id"] = number
+    for (step, message), given in zip(agent_steps, results):
+        calls = calls_of(message, len(given))
+        for i, call in enumerate(calls):
+            id, error = f"call_{step['step_id']}_{i}", {"extra": {"error": call.error}} if call.error else {}
+            arguments = {} if call.command is None else {"command": call.command}
+            step.setdefault("tool_calls", []).append(
+                {"tool_call_id": id, "function_name": "bash", "arguments": arguments, **error})
+            if len(given) == len(calls):
+                given[i]["source_call_id"] = id
+        if given:
+            step["observation"] = {"results": given}
     id = f"{record.get('task_id')}__{record.get('attempt', record.get('sample', 0))}"
-    metrics = [step["metrics"] for step in agent_steps if "metrics" in step]
-    totals = {f"total_{kind}_tokens": sum(m[f"{kind}_tokens"] for m in metrics) for kind in ("prompt", "completion")}
-    kept = ("messages", "token_ids", "loss_mask", "logprobs", "trainer_logprobs")
+    metrics = [step["metrics"] for step in steps if "metrics" in step]
+    counts = ("prompt_tokens", "completion_tokens")
+    totals = {f"total_{kind}": sum(m[kind] for m in metrics) for kind in counts}
+    left_out = ("messages", "token_ids", "loss_mask", "logprobs", "trainer_logprobs")
     return {"schema_version": "ATIF-v1.7", "session_id": id, "trajectory_id": id,
             "agent": {"name": "tmax", "version": "1", "model_name": record.get("model") or "unknown",
                       "tool_definitions": [rollout.TOOL]},
             "steps": steps, "final_metrics": {"total_steps": len(steps), **(totals if metrics else {})},
-            "extra": {key: value for key, value in record.items() if key not in kept}}
+            "extra": {key: value for key, value in record.items() if key not in left_out}}
 
 
-def add_calls(step: dict, message: dict, number: int):
-    """The turn's calls as ATIF has them, and with each result the call that it answers."""
+def calls_of(message: dict, results: int) -> list:
+    """The calls of an assistant's message, as the episode read them, given how many results followed."""
     if message.get("tool_calls"):
-        calls = [rollout.check_call(c["function"].get("name"), c["function"].get("arguments"))
-                 for c in message["tool_calls"]]
-    else:
-        format = "qwen3_xml" if "<function=" in step["message"] else "hermes"
-        calls = rollout.parse_calls(step["message"], format)
-    results = step.get("observation", {}).get("results", [])
-    if results and len(calls) != len(results):
-        calls = []  # the one result says that there was no call: what looks like one was a draft
-    if calls:
-        step["tool_calls"] = []
-    for i, call in enumerate(calls):
-        arguments = {} if call.command is None else {"command": call.command}
-        error = {"extra": {"error": call.error}} if call.error else {}
-        step["tool_calls"].append({"tool_call_id": f"call_{number}_{i}", "function_name": "bash",
-                                   "arguments": arguments, **error})
-        if results:
-            results[i] = {"source_call_id": f"call_{number}_{i}", **results[i]}
+        return [rollout.check_call(call["function"].get("name"), call["function"].get("arguments"))
+                for call in message["tool_calls"]]
+    text = message.get("content") or ""
+    calls = rollout.parse_calls(text, "qwen3_xml" if "<function=" in text else "hermes")
+    return calls if len(calls) == results else []  # what looks like a call was a draft, or cut by a limit
 
 
 def export_atif(path: str, out: str) -> int:
-    """Writes an ATIF file for every record of a JSONL file; says how many. Harbor's own models have a look where
-    Harbor is installed."""
+    """Writes an ATIF file for every record of a JSONL file, and says how many. ValueError names the line that
+    cannot be one. Where Harbor is installed, its own models have a look."""
     trajectories = []
     for number, record in sandbox.numbered_records(path):
         try:
