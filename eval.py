@@ -2,15 +2,10 @@
 
     python eval.py run --tasks test.jsonl --model ckpt --attempts 5 --out eval.jsonl   # plays and grades
     python eval.py report eval.jsonl [more.jsonl ...] [--json]                         # means, errors, pass@k
-<<<<<<< HEAD
     python eval.py compare before.jsonl after.jsonl                                    # paired by task
     python eval.py plot runs/demo --out curves.png                                     # what training did
     python eval.py show runs/demo/rollouts.jsonl --out page.html                       # episodes to read
     python eval.py export-atif rollouts.jsonl DIR                                      # trajectories for Harbor
-=======
-    python eval.py plot runs/demo --out curve.png                                      # learning curves
-    python eval.py export-atif rollouts.jsonl DIR                                      # for Harbor
->>>>>>> harbor
 
 `run` plays every task several times through rollout.py, with the paper's evaluation settings, and grades
 every episode. Its tasks are tasks.jsonl, a folder of Harbor tasks, or questions with a known answer, one
