@@ -3,7 +3,8 @@
     bash run.sh test                       # all
     bash run.sh test -k "shell and bwrap"  # some
 
-A missing Docker or Podman skips its tests, unless REQUIRE_BACKENDS is set, as .ci/run does: then they fail.
+A missing Docker, Podman or Chromium skips its tests, unless REQUIRE_BACKENDS is set, as .ci/run does: then they
+fail.
 """
 import ast, base64, collections, concurrent.futures, copy, fcntl, glob, http.server, inspect, io
 import itertools, json, math, os, re, resource, shutil, signal, socket, subprocess, sys, tarfile
@@ -5615,7 +5616,7 @@ def without_times(rows):
 def test_a_killed_evaluation_that_goes_on_equals_one_never_stopped(warm, demos, tmp_path):
     def command(out):
         return [sys.executable, f"{ROOT}/eval.py", "run", "--tasks", demos.tasks, "--model", warm, "--out", str(out), "--backend",
-                "bwrap", "--workers", "2", "--attempts", "6", "--max-turns", "3", "--max-turn-tokens", "30"]
+                "bwrap", "--workers", "2", "--attempts", "4", "--max-turns", "3", "--max-turn-tokens", "30"]
 
     whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
     assert subprocess.run(command(whole), capture_output=True).returncode == 0
@@ -5624,7 +5625,7 @@ def test_a_killed_evaluation_that_goes_on_equals_one_never_stopped(warm, demos, 
     process.kill()
     process.wait()
     kept = read_jsonl(killed)
-    assert 3 <= len(kept) < 24
+    assert 3 <= len(kept) < 16
     with open(killed, "ab") as f:
         f.write(b'{"attempt": 0, "task_id": "t-')  # what a kill in the middle of a write leaves
     done = subprocess.run(command(killed), capture_output=True, text=True)
@@ -5879,11 +5880,10 @@ def an_episode(n=0, turns=2, **more):
             "grade_log": "all well", "end": "submitted", "turns": turns, "times": {"model_s": 1.0}, "error": None, **more}
 
 
-def page_of(records, tmp_path, *flags):
+def page_of(records, tmp_path, tokenizer=None):
     path = tmp_path / "page.html"
-    done = subprocess.run([sys.executable, f"{ROOT}/eval.py", "show", write_jsonl(tmp_path / "r.jsonl", records), "--out", str(path), *flags],
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    said = page.write_page(write_jsonl(tmp_path / "r.jsonl", records), str(path), tokenizer)
+    assert f"{len(records)} episodes" in said
     return path
 
 
@@ -5915,9 +5915,9 @@ def test_nothing_in_an_episode_runs(browser, tmp_path, folders):
         records.append(an_episode(n, task_id=text, end=text, model=text, grade_log=text, error=text, reward=float("nan"), times={text: 1.0},
                                   messages=[{"role": "user", "content": text}, turn, {"role": "tool", "content": text}, {"role": text, "content": text}],
                                   token_ids=ids, loss_mask=[1] * len(ids), logprobs=[float("nan")] * len(ids), advantage=float("inf")))
-    page = page_of(records, tmp_path, "--model", folders["hermes"])
-    assert not any(text in page.read_text() for text in ("window.pwned", "onerror", "\u2028"))
-    browser.open(page)
+    path = page_of(records, tmp_path, folders["hermes"])
+    assert not any(text in path.read_text() for text in ("window.pwned", "onerror", "\u2028"))
+    browser.open(path)
     for n, text in enumerate(evil):
         browser.js(f"location.hash = '{n}'")
         browser.wait(f"open === {n} && episode && episode.messages[0].text === {json.dumps(text)}")
@@ -6053,7 +6053,7 @@ def test_2000_episodes_open_in_2_seconds_and_stay_smooth(browser, tmp_path, fold
         logprobs = [float(-x) if m else None for x, m in zip(rng.exponential(size=1500), mask)]
         records.append(an_episode(n, turns=10, token_ids=ids, loss_mask=mask, logprobs=logprobs, trainer_logprobs=logprobs,
                                   kept=[bool(m) if m else None for m in mask], advantage=0.5, step=n // 32))
-    path = page_of(records, tmp_path, "--model", folders["hermes"])
+    path = page_of(records, tmp_path, folders["hermes"])
     assert min(browser.open(path) for _ in range(3)) < 2000
     assert browser.js("document.querySelectorAll('main *').length") < 5  # no episode is unpacked before it is opened
     took = []
@@ -6512,3 +6512,82 @@ def test_our_agent_in_harbor_earns_what_it_earns_here(right, harbor_python, harb
     assert (there["end"], there["turns"], there["reward"]) == ("submitted", len(demo["commands"]) + 1, None)
     assert json.loads((trial / "agent/trajectory.json").read_text())["extra"]["end"] == "submitted"
     assert endpoint.requests[0][2]["temperature"] == .7
+
+
+# ------------------------------------------------------------------------------------------------ eval: plot, Harbor's tasks
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figure that was saved, as {panel's title: axes}, and its legend."""
+    from matplotlib.figure import Figure
+
+    seen, save = SimpleNamespace(panels={}, runs=[]), Figure.savefig
+
+    def spy(figure, *args, **more):
+        seen.panels = {axes.get_title(): axes for axes in figure.axes}
+        seen.runs = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+        return save(figure, *args, **more)
+
+    monkeypatch.setattr(Figure, "savefig", spy)
+    return seen
+
+
+def a_run(folder, shift=0.0, steps=4, **evals):
+    folder.mkdir()
+    write_jsonl(folder / "metrics.jsonl", [
+        {"step": i, "reward": i / 10 + shift, "logprob_diff_max": 0.01, "kept_positive": 0.99, "kept_negative": 0.9, "turns": 3 + i,
+         "tokens_per_turn": 20, "tokens_per_call": 9, "groups_zero": i, "groups_one": 1} | ({"eval_pass1": 0.5} if i == 2 else {})
+        for i in range(steps)])
+    for stage, rows in evals.items():
+        write_jsonl(folder / f"eval_{stage}.jsonl", rows)
+    return folder
+
+
+def points(line):
+    return list(zip(*(data.tolist() if hasattr(data, "tolist") else data for data in line.get_data())))
+
+
+def test_plot_has_a_panel_for_each_figure_of_the_paper(drawn, tmp_path, capsys, monkeypatch):
+    run = a_run(tmp_path / "demo", sft=eval_rows(a=[0, 1, 0], b=[0, 0, 0]), rl=eval_rows(a=[1, 1, 0], b=[1, 0, 0]))
+    code, said = cli(capsys, monkeypatch, evaluation, "plot", run, "--out", tmp_path / "x.png")
+    assert code == 0 and said.strip() == str(tmp_path / "x.png") and (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert list(drawn.panels) == ["Training", "Held-out tasks", "Trainer against sampler", "Cut by the mask", "Length of episodes",
+                                  "Length of turns", "Groups dropped", "Attempts"] and drawn.runs == []
+    assert all(axes.get_xlabel() and axes.get_ylabel() for axes in drawn.panels.values())
+    assert points(drawn.panels["Training"].lines[0]) == [(1, 0), (2, 0.1), (3, 0.2), (4, pytest.approx(0.3))]
+    assert points(drawn.panels["Held-out tasks"].lines[0]) == [(3, 0.5)]
+    assert [points(line) for line in drawn.panels["Groups dropped"].lines] == [[(1, 0), (2, 1), (3, 2), (4, 3)], [(n, 1) for n in (1, 2, 3, 4)]]
+    before, after = map(points, drawn.panels["Attempts"].lines)
+    assert before == pytest.approx([(1, 1 / 6), (2, 1 / 3), (3, 0.5)]) and after == pytest.approx([(1, 0.5), (2, 5 / 6), (3, 1)])
+    assert [t.get_text() for t in drawn.panels["Attempts"].get_legend().get_texts()] == ["before", "after"]
+    assert [t.get_text() for t in drawn.panels["Held-out tasks"].get_legend().get_texts()] == ["validation", "test, with standard error"]
+
+
+def test_plot_lays_runs_over_each_other_and_takes_seeds_together(drawn, tmp_path, capsys, monkeypatch):
+    runs = [a_run(tmp_path / "dppo-s0"), a_run(tmp_path / "dppo-s1", 0.2, steps=3), a_run(tmp_path / "grpo-seed0", 0.4)]
+    assert cli(capsys, monkeypatch, evaluation, "plot", *runs, "--out", tmp_path / "x.png")[0] == 0
+    assert drawn.runs == ["dppo", "grpo"] and "Attempts" not in drawn.panels
+    thin, also_thin, mean, other = drawn.panels["Training"].lines
+    assert points(mean) == pytest.approx([(1, 0.1), (2, 0.2), (3, 0.3)]) and len(points(thin)) == 4 and len(points(also_thin)) == 3
+    assert thin.get_alpha() < 1 and mean.get_color() == thin.get_color() != other.get_color()
+
+
+def test_plot_of_eval_files_alone_is_pass_at_k(drawn, tmp_path, capsys, monkeypatch):
+    assert cli(capsys, monkeypatch, evaluation, "plot", TB2, "--out", tmp_path / "x.png")[0] == 0
+    assert list(drawn.panels) == ["Attempts"] and drawn.runs == list(TABLE_16)
+    assert [round(100 * points(line)[4][1], 1) for line in drawn.panels["Attempts"].lines] == [pass_5 for _, pass_5 in TABLE_16.values()]
+
+
+def test_a_folder_of_harbor_tasks_is_evaluated(bwrap, endpoint, tmp_path, capsys, monkeypatch):
+    harbor = pytest.importorskip("extras.harbor")
+    harbor.export_harbor([bash_task("t-1"), bash_task("t-2")], str(tmp_path / "tasks"))
+    (tmp_path / "tasks" / "t-2" / "tests" / "test.sh").unlink()
+    endpoint.script = [ok(call_message(DO_IT, SUBMIT))]
+    flags = ["run", "--model", "m", "--engine", f"chat:{endpoint.url}", "--backend", "bwrap", "--attempts", 2]
+    monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, flags), "--tasks", str(tmp_path / "tasks"), "--out", str(tmp_path / "out")])
+    evaluation.main()
+    assert "left out: t-2: " in capsys.readouterr().err
+    assert [(r["task_id"], r["reward"]) for r in read_jsonl(tmp_path / "out")] == [("t-1", 1.0)] * 2
+    (tmp_path / "tasks" / "t-1" / "tests" / "test.sh").unlink()
+    code, _ = cli(capsys, monkeypatch, evaluation, *flags, "--tasks", tmp_path / "tasks", "--out", tmp_path / "out2")
+    assert "no Harbor task that can be used" in code
