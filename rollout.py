@@ -474,7 +474,7 @@ class VllmEngine:
             "model": self.served, "prompt": ids, "add_special_tokens": False, "max_tokens": limit,
             "seed": seed, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0,
             "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-            "stop_token_ids": self.ends, "logprobs": 0, "return_token_ids": True,
+            "stop_token_ids": self.ends, "ignore_eos": True, "logprobs": 0, "return_token_ids": True,
         }
         pauses = iter(self.pauses_s)
         while True:
