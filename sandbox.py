@@ -602,7 +602,7 @@ class Sandbox:
     def _await(self, nonce, capture, deadline):
         """Pumps until the frame of this nonce is over ("end"), the shell has died ("died") or time is up
         ("late"). The end has to be seen on both streams: only then is the output complete."""
-        pending, ended, marked = b"", False, False
+        pending, ended, marked, died = b"", False, False, False
         while not (ended and marked):
             left = deadline - time.monotonic()
             for stream, data in self.channel.pump(left):
@@ -619,9 +619,7 @@ class Sandbox:
                         elif message == b"K":
                             self._die(SandboxKilled("the agent ended process 1"))
                         elif kind == b"R" and rest.isdigit():
-                            capture.add(pending)
-                            self.status = int(rest) % 256
-                            return "died"
+                            self.status, died = int(rest) % 256, True      # its last output may be in this batch
                 elif marked:
                     self.spill.add(data)                           # a job's, already after the end
                 else:
@@ -634,6 +632,9 @@ class Sandbox:
                     if at >= 0:
                         self.spill.add(pending[len(nonce):])
                         pending, marked = b"", True
+            if died:
+                capture.add(pending)
+                return "died"
             if left <= 0 and not (ended and marked):
                 capture.add(pending)
                 return "late"

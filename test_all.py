@@ -3945,3 +3945,11 @@ with sandbox.Sandbox({task!r}, "bwrap") as s:
     if not got.stdout.startswith("reached"):
         pytest.skip("no keyrings here")
     assert got.stdout == "reached\nno key\n no key\n\n", got
+
+
+def test_the_last_output_of_a_shell_that_ends_is_not_lost(box):
+    """Also where we come late and read it together with the news of its end."""
+    pump = box.channel.pump
+    box.channel.pump = lambda seconds: (time.sleep(.2), pump(seconds))[1]
+    assert box.run("echo a; exit 3") == Result("a\n" + sandbox.RESTARTED, 3, False)
+    assert box.run("exec ls").output == "notes.txt\n" + sandbox.RESTARTED
