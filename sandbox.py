@@ -15,9 +15,9 @@ TaskError the task's, AgentFault the agent's (reward 0, trained on).
 
 Left out: a terminal (PTY); under bubblewrap also the network, CPU limits, and any uid but the agent's.
 """
-import atexit, base64, collections, contextlib, ctypes, fcntl, fnmatch, functools, glob, hashlib, io, itertools, json
-import math, os, platform, posixpath, re, resource, secrets, select, shlex, shutil, signal, socket, struct, subprocess
-import sys, tarfile, tempfile, threading, time, warnings
+import atexit, base64, collections, contextlib, ctypes, fcntl, fnmatch, functools, glob, hashlib, io, itertools
+import json, math, os, platform, posixpath, re, resource, secrets, select, shlex, shutil, signal, socket, struct
+import subprocess, sys, tarfile, tempfile, threading, time, warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -332,8 +332,8 @@ BOOT = BASH + ['read -r -d ""; eval "$REPLY"']
 BECOME = BASH + ['id "$0" >/dev/null || exit 67; type -P setpriv >/dev/null || exit 68; eval "export HOME=~$0"; '
                  'chown "$0" /proc/self/fd/{0,1,2}; exec setpriv --reuid="$0" --regid="$(id -g "$0")" --init-groups -- "$@"']
 BECOME_FAILED = {67: "its Dockerfile must make the user", 68: "its image needs setpriv (util-linux)"}
-# How a sandbox that was up has ended: nothing inside can send process 1 a SIGKILL, but the agent's user may debug
-# it, or leave it no process to fork. (A debugger can also make it look killed: that one we do not see.)
+# How a sandbox that was up has ended: nothing inside can send process 1 a SIGKILL, but the agent's user may
+# debug it, or leave it no process to fork. (A debugger can also make it look killed: that one we do not see.)
 KILLED, ENDED_BY_AGENT = 137, "the agent ended process 1, or left it no process (exit code {})"
 BOOT_FILE = BASH + ['. "/dev/fd/$4"; exit']
 
@@ -603,7 +603,7 @@ class Sandbox:
     def _await(self, nonce, capture, deadline):
         """Pumps until the frame of this nonce is over ("end"), the shell has died ("died") or time is up
         ("late"). The end has to be seen on both streams: only then is the output complete."""
-        pending, ended, marked = b"", False, False
+        pending, ended, marked, died = b"", False, False, False
         while not (ended and marked):
             left = deadline - time.monotonic()
             for stream, data in self.channel.pump(left):
@@ -620,9 +620,7 @@ class Sandbox:
                         elif message == b"K":
                             self._die(SandboxKilled("the agent ended process 1"))
                         elif kind == b"R" and rest.isdigit():
-                            capture.add(pending)
-                            self.status = int(rest) % 256
-                            return "died"
+                            self.status, died = int(rest) % 256, True  # its last output may be in this batch
                 elif marked:
                     self.spill.add(data)                           # a job's, already after the end
                 else:
@@ -635,6 +633,9 @@ class Sandbox:
                     if at >= 0:
                         self.spill.add(pending[len(nonce):])
                         pending, marked = b"", True
+            if died:
+                capture.add(pending)
+                return "died"
             if left <= 0 and not (ended and marked):
                 capture.add(pending)
                 return "late"
@@ -757,7 +758,7 @@ KEYCTL = {"x86_64": 250, "aarch64": 219}                           # a system ca
 
 
 def new_spawner():
-    """One thread, which has a session keyring of its own, as has what it starts: the caller's may hold secrets."""
+    """One thread; it and what it starts have a session keyring of their own: the caller's may hold secrets."""
     def leave_keyring():
         if sys.platform == "linux" and platform.machine() in KEYCTL:
             ctypes.CDLL(None).syscall(KEYCTL[platform.machine()], 1, None)   # KEYCTL_JOIN_SESSION_KEYRING
@@ -879,15 +880,16 @@ def file_of(data):
         os.close(fd)
 
 
-CLONE = {"x86_64": [(0xC000003E, 56, 272), (0x40000003, 120, 310)],      # AUDIT_ARCH, clone, unshare; 32 bit too
+# AUDIT_ARCH and the numbers of clone and unshare, for 32-bit programs too
+CLONE = {"x86_64": [(0xC000003E, 56, 272), (0x40000003, 120, 310)],
          "aarch64": [(0xC00000B7, 220, 97), (0x40000028, 120, 337)]}
 
 
 @functools.lru_cache(None)
 def no_namespaces():
-    """A seccomp program (struct sock_filter) that lets nobody make a user namespace, in which he could mount memory
-    that no limit counts. As Docker's own: EPERM for CLONE_NEWUSER, and no clone3, whose flags it cannot see. Empty
-    on other machines."""
+    """A seccomp program (struct sock_filter) that lets nobody make a user namespace, in which he could mount
+    memory that no limit counts. As Docker's own: EPERM for CLONE_NEWUSER, and no clone3, whose flags it cannot
+    see. Empty on other machines."""
     allow, eperm, enosys = 0x7FFF0000, 0x50001, 0x50026
     load, both, equal, any_of, answer = 0x20, 0x54, 0x15, 0x45, 0x06
     program = []
@@ -898,7 +900,9 @@ def no_namespaces():
                     (equal, 1, 0, unshare), (equal, 0, 2, clone),
                     (load, 0, 0, 16), (any_of, 1, 0, 0x10000000),  # its first argument: CLONE_NEWUSER?
                     (answer, 0, 0, allow), (answer, 0, 0, eperm)]
-    return b"".join(struct.pack("HBBI", *step) for step in program + [(answer, 0, 0, enosys)]) if program else b""
+    if program:
+        program.append((answer, 0, 0, enosys))
+    return b"".join(struct.pack("HBBI", *step) for step in program)
 
 
 class Bwrap:
@@ -973,7 +977,8 @@ class Bwrap:
         for path in ("/tests", "/logs/verifier", "/root", "/run", "/dev/shm"):
             argv += tmpfs(path, "0700")
         # /tmp is the agent's too, whose processes are of the same user
-        env = {"LC_CTYPE": "C.UTF-8", "TERM": "dumb", **t.env, "PATH": PATH, "USER": "root", "TMPDIR": "/logs/verifier"}
+        env = {"LC_CTYPE": "C.UTF-8", "TERM": "dumb", **t.env, "PATH": PATH, "USER": "root",
+               "TMPDIR": "/logs/verifier"}
         try:
             few = {"tests/" + path: item for path, item in tests.items()} if len(tests) <= FEW else {}
             with placed(few) as (options, fds), file_of(b"" if few else make_tar(tests)) as tar:
@@ -1327,8 +1332,8 @@ class Docker:
         emptied. Other processes of root are a verifier's leavings, unless the agent is root."""
         sweep = ('for d in /proc/[0-9]*; do [[ -O $d && ${d#/proc/} != 1 && ${d#/proc/} != $$ ]] && '
                  'kill -9 "${d#/proc/}"; done 2>/dev/null; ') if user_of(self.task) != "root" else ""
-        begin = ("[[ -d /logs && ! -L /logs ]] || rm -f /logs; mkdir -p /logs; chown 0:0 /logs; chmod 755 /logs; "
-                 "rm -rf /tests /logs/verifier; mkdir -m 700 /tests /logs/verifier || exit 1")
+        begin = ("[[ -d /logs && ! -L /logs ]] || rm -f /logs; mkdir -p /logs; chown 0:0 /logs; "
+                 "chmod 755 /logs; rm -rf /tests /logs/verifier; mkdir -m 700 /tests /logs/verifier || exit 1")
         self.tidy = sweep + "rm -rf /tests /logs/verifier"
         tar = make_tar(tests)
         unpack = f"head -c {len(tar)} | tar -xof - -C /tests"
@@ -1386,8 +1391,8 @@ def memory_of(box):
 
 
 def unnamed_memory(pid, mapped):
-    """{inode: bytes} of the shared memory that a process holds and no folder shows: memfds, and if `mapped`, where
-    it is worth a look, shared anonymous pages. Several processes may hold the same: a union of these is a max."""
+    """{inode: bytes} of the shared memory that a process holds and no folder shows: memfds, and if `mapped`,
+    where it is worth a look, shared anonymous pages. Several processes may hold the same: their union is a max."""
     held, device = collections.Counter(), memfd_device()
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
@@ -1397,7 +1402,8 @@ def unnamed_memory(pid, mapped):
     if mapped:
         pages, number = collections.Counter(), b"%02x:%02x" % (os.major(device), os.minor(device))
         with open(f"/proc/{pid}/smaps", "rb") as f:
-            for inode, kb in re.findall(rb"(?m)^\S+ \S+ \S+ %s (\d+) .*\n(?:.*\n){1,4}?Rss: +(\d+)" % number, f.read()):
+            areas = rb"(?m)^\S+ \S+ \S+ %s (\d+) .*\n(?:.*\n){1,4}?Rss: +(\d+)" % number
+            for inode, kb in re.findall(areas, f.read()):
                 pages[int(inode)] += int(kb) << 10
         held |= pages
     return held

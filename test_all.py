@@ -6591,3 +6591,11 @@ def test_a_folder_of_harbor_tasks_is_evaluated(bwrap, endpoint, tmp_path, capsys
     (tmp_path / "tasks" / "t-1" / "tests" / "test.sh").unlink()
     code, _ = cli(capsys, monkeypatch, evaluation, *flags, "--tasks", tmp_path / "tasks", "--out", tmp_path / "out2")
     assert "no Harbor task that can be used" in code
+
+
+def test_the_last_output_of_a_shell_that_ends_is_not_lost(box):
+    """Also where we come late and read it together with the news of its end."""
+    pump = box.channel.pump
+    box.channel.pump = lambda seconds: (time.sleep(.2), pump(seconds))[1]
+    assert box.run("echo a; exit 3") == Result("a\n" + sandbox.RESTARTED, 3, False)
+    assert box.run("exec ls").output == "notes.txt\n" + sandbox.RESTARTED
