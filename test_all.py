@@ -3765,13 +3765,13 @@ def test_a_bad_fixture_is_one_clear_line(kind, declared, words, tmp_path):
 
 # ------------------------------------------------------------------------------------------------ bases
 
-DOMAINS = ["security", "software_engineering", "file_operations", "data_querying", "data_science", "debugging",
+DOMAIN_NAMES = ["security", "software_engineering", "file_operations", "data_querying", "data_science", "debugging",
            "scientific_computing", "data_processing", "system_administration"]
 
 
 def test_every_domain_has_a_stage_that_stands_alone():
     stages = gen.base_stages()
-    assert [name for name in stages if name not in ("core", "fixtures", "tools", "media")] == DOMAINS
+    assert [name for name in stages if name not in ("core", "fixtures", "tools", "media")] == DOMAIN_NAMES
     for name, dockerfile in stages.items():
         parents = re.findall(r"(?m)^FROM (\S+) AS (\S+)$", dockerfile)
         assert parents[0] == ("${BASE}", "core") and parents[-1][1] == name
@@ -3796,7 +3796,7 @@ def test_bases_builds_what_is_asked(capsys, monkeypatch, tmp_path):
 def test_domain_images_are_small_enough():
     need("docker")
     sizes = {tag: image["Size"] for image in sandbox.docker_api(docker_hosts()[0]).images("tmax-base")
-             for tag in image["RepoTags"] or [] if tag.split(":")[1] in DOMAINS}
+             for tag in image["RepoTags"] or [] if tag.split(":")[1] in DOMAIN_NAMES}
     assert all(size < 1.5e9 for size in sizes.values()), sizes
 
 
@@ -4099,11 +4099,11 @@ def test_tasks_of_every_kind_are_made_and_solved(bases, writer, tmp_path, capsys
     assert code == 0 and len(writer.requests) == asked and "0 kept, 0 dropped; 12 had been done before" in said
 
 
-GOOD = "two-clocks"
-PLAN, ENVIRONMENT = REPLIES[GOOD]["plan"], REPLIES[GOOD]["environment"]
+GOOD_REPLY = "two-clocks"
+PLAN, ENVIRONMENT = REPLIES[GOOD_REPLY]["plan"], REPLIES[GOOD_REPLY]["environment"]
 
 
-def good_task(spec=REPLIES[GOOD]["spec"]):
+def good_task(spec=REPLIES[GOOD_REPLY]["spec"]):
     plan, parts = gen.parse_reply(PLAN, ["instruction", "truth"]), gen.parse_reply(
         ENVIRONMENT, ["dockerfile", "verifier", "solution"], ["file", "test"])
     return gen.assemble(spec, plan, parts, BASE)
@@ -4160,8 +4160,8 @@ def test_what_is_malformed_is_sent_back_and_then_dropped(kind, bases, writer, tm
     if "endless" in kind:
         prepare(good_task(), "docker")           # so that only the endless one needs its time
         monkeypatch.setattr(sandbox, "BUILD_S", 5)
-    specs = [spec_like("mended", GOOD), spec_like("hopeless", GOOD)]
-    play = play_of(GOOD)
+    specs = [spec_like("mended", GOOD_REPLY), spec_like("hopeless", GOOD_REPLY)]
+    play = play_of(GOOD_REPLY)
     writer.plays = {specs[0]["axes"]["persona"]: play | {call: [reply, play[call]]},
                     specs[1]["axes"]["persona"]: play | {call: reply}}
     out = tmp_path / "tasks.jsonl"
@@ -4207,8 +4207,8 @@ def slow_once(seconds):
 def test_passing_troubles_cost_a_task_nothing(reply, waits, bases, writer, tmp_path, capsys, monkeypatch):
     slept = no_sleep(monkeypatch)
     monkeypatch.setattr(rollout, "ANSWER_S", 4)
-    spec, out = spec_like("patient", GOOD), tmp_path / "tasks.jsonl"
-    writer.plays = {spec["axes"]["persona"]: play_of(GOOD, plan=reply)}
+    spec, out = spec_like("patient", GOOD_REPLY), tmp_path / "tasks.jsonl"
+    writer.plays = {spec["axes"]["persona"]: play_of(GOOD_REPLY, plan=reply)}
     code, _ = cli(capsys, monkeypatch, gen, *make_command(writer, [spec], out, "--check", "build"))
     task, = load_tasks(out)
     assert code == 0 and task["made"]["calls"] == 2 and task["made"]["repairs"] == 0
@@ -4218,16 +4218,16 @@ def test_passing_troubles_cost_a_task_nothing(reply, waits, bases, writer, tmp_p
 def test_lasting_troubles_leave_a_spec_for_the_next_run(bases, writer, tmp_path, capsys, monkeypatch):
     """A prompt that the endpoint chokes on is left, one that it refuses is dropped; the others are made all the same."""
     no_sleep(monkeypatch)
-    specs, out = [spec_like(name, GOOD) for name in ("choked", "refused", "fine")], tmp_path / "tasks.jsonl"
+    specs, out = [spec_like(name, GOOD_REPLY) for name in ("choked", "refused", "fine")], tmp_path / "tasks.jsonl"
     choked, refused, fine = (spec["axes"]["persona"] for spec in specs)
-    writer.plays = {choked: play_of(GOOD, plan=(500, {}, b"oh dear")), fine: play_of(GOOD),
-                    refused: play_of(GOOD, environment=(400, {}, b"prompt too long"))}
+    writer.plays = {choked: play_of(GOOD_REPLY, plan=(500, {}, b"oh dear")), fine: play_of(GOOD_REPLY),
+                    refused: play_of(GOOD_REPLY, environment=(400, {}, b"prompt too long"))}
     command = make_command(writer, specs, out, "--check", "build")
     code, said = cli(capsys, monkeypatch, gen, *command)
     assert code == 0 and "choked is left for the next run: " in said and "500: oh dear" in said
     assert "1 kept, 1 dropped (endpoint 1), 1 left" in said and [t["id"] for t in load_tasks(out)] == ["fine"]
     assert "400: prompt too long" in dropped_of(out)["refused"]["detail"] and dropped_of(out)["refused"]["reply"] == PLAN
-    writer.plays[choked] = play_of(GOOD)
+    writer.plays[choked] = play_of(GOOD_REPLY)
     code, said = cli(capsys, monkeypatch, gen, *command)
     assert code == 0 and "1 kept, 0 dropped; 2 had been done before" in said and len(load_tasks(out)) == 2 and len(dropped_of(out)) == 1
 
@@ -4236,8 +4236,8 @@ def test_lasting_troubles_leave_a_spec_for_the_next_run(bases, writer, tmp_path,
                                             ((500, {}, b"down for the night"), "three in a row"), (None, "Connection")])
 def test_an_endpoint_that_takes_no_calls_ends_the_run_with_one_line(trouble, named, bases, writer, tmp_path, capsys, monkeypatch):
     no_sleep(monkeypatch)
-    specs, out = [spec_like(f"s{i}", GOOD) for i in range(40)], tmp_path / "tasks.jsonl"
-    writer.plays = {spec["axes"]["persona"]: play_of(GOOD, plan=trouble) for spec in specs}
+    specs, out = [spec_like(f"s{i}", GOOD_REPLY) for i in range(40)], tmp_path / "tasks.jsonl"
+    writer.plays = {spec["axes"]["persona"]: play_of(GOOD_REPLY, plan=trouble) for spec in specs}
     url = writer.url
     writer.url = writer.url if trouble else "http://127.0.0.1:9/v1"
     command = make_command(writer, specs, out, "--check", "build", "--workers", 2)
@@ -4245,19 +4245,19 @@ def test_an_endpoint_that_takes_no_calls_ends_the_run_with_one_line(trouble, nam
     assert code.startswith("gen.py make: stopped: ") and named in code and code.count("\n") == 0
     assert "0 kept, 0 dropped, 40 left" in said and KEY not in said + code and len(writer.requests) <= 36
     assert out.read_bytes() == out.with_suffix(".dropped.jsonl").read_bytes() == b""
-    writer.plays, writer.url = {spec["axes"]["persona"]: play_of(GOOD) for spec in specs}, url
+    writer.plays, writer.url = {spec["axes"]["persona"]: play_of(GOOD_REPLY) for spec in specs}, url
     code, said = cli(capsys, monkeypatch, gen, *make_command(writer, specs[:3], out, "--check", "build", "--workers", 2))
     assert code == 0 and len(load_tasks(out)) == 3
 
 
 def test_kill_9_at_any_moment_loses_and_doubles_nothing(bases, writer, tmp_path):
-    specs, out = [spec_like(f"s{i:02}", GOOD) for i in range(24)], tmp_path / "tasks.jsonl"
+    specs, out = [spec_like(f"s{i:02}", GOOD_REPLY) for i in range(24)], tmp_path / "tasks.jsonl"
     bad = {"s03", "s11", "s20"}
     for spec in specs:
         def plan(body, text="no" if spec["id"] in bad else PLAN):
             time.sleep(body["seed"] % 7 / 20)
             return text
-        writer.plays[spec["axes"]["persona"]] = play_of(GOOD, plan=plan)
+        writer.plays[spec["axes"]["persona"]] = play_of(GOOD_REPLY, plan=plan)
     command = [sys.executable, f"{ROOT}/gen.py", *map(str, make_command(writer, specs, out, "--check", "build", "--repairs", 0,
                                                                        "--workers", 3))]
     kills = 0
@@ -4283,7 +4283,7 @@ def test_kill_9_at_any_moment_loses_and_doubles_nothing(bases, writer, tmp_path)
 
 def test_max_cost_holds_with_calls_in_flight(bases, writer, tmp_path, capsys, monkeypatch):
     """Every call of a thousand tokens for a cent may take up to two; ten cents are never passed."""
-    specs, out = [spec_like(f"s{i:02}", GOOD) for i in range(12)], tmp_path / "tasks.jsonl"
+    specs, out = [spec_like(f"s{i:02}", GOOD_REPLY) for i in range(12)], tmp_path / "tasks.jsonl"
     in_flight, most, lock = [0], [0], threading.Lock()
 
     def plan(body):
@@ -4295,7 +4295,7 @@ def test_max_cost_holds_with_calls_in_flight(bases, writer, tmp_path, capsys, mo
             in_flight[0] -= 1
         return PLAN
 
-    writer.plays = {spec["axes"]["persona"]: play_of(GOOD, plan=plan) for spec in specs}
+    writer.plays = {spec["axes"]["persona"]: play_of(GOOD_REPLY, plan=plan) for spec in specs}
     writer.usage = (2000, 1000)
     flags = ["--check", "build", "--price-in", 0, "--price-out", 10, "--max-reply-tokens", 2000, "--workers", 8]
     code, said = cli(capsys, monkeypatch, gen, *make_command(writer, specs, out, *flags, "--max-cost", .1))
@@ -4368,7 +4368,7 @@ def test_reading_a_reply(text, want):
             gen.parse_reply(text, ["truth"], ["file"])
 
 
-GOOD_SPEC = REPLIES[GOOD]["spec"]
+GOOD_SPEC = REPLIES[GOOD_REPLY]["spec"]
 
 
 @pytest.mark.parametrize("specs, flags, named", [
@@ -4394,8 +4394,8 @@ def test_make_says_what_is_wrong_before_it_pays(specs, flags, named, bases, writ
 
 
 def test_a_torn_last_spec_and_a_full_disk_lose_nothing_else(bases, writer, tmp_path):
-    specs, out = [spec_like(f"s{i}", GOOD) for i in range(4)], tmp_path / "tasks.jsonl"
-    writer.plays = {spec["axes"]["persona"]: play_of(GOOD) for spec in specs}
+    specs, out = [spec_like(f"s{i}", GOOD_REPLY) for i in range(4)], tmp_path / "tasks.jsonl"
+    writer.plays = {spec["axes"]["persona"]: play_of(GOOD_REPLY) for spec in specs}
     command = [sys.executable, f"{ROOT}/gen.py", *map(str, make_command(writer, specs, out, "--check", "build", "--workers", "1"))]
     with open(tmp_path / "specs.jsonl", "a") as f:
         f.write('{"id": "s4", "ax')

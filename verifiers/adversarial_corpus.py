@@ -43,7 +43,7 @@ def main():
     for kind, i, data in items:
         if late == 3:
             break
-        folder = tempfile.mkdtemp()     # for the agent to read, for the grader to write
+        folder = tempfile.mkdtemp(dir="/tmp")    # for the agent to read; its programs see no other of ours
         path = f"{folder}/{chance.getrandbits(64):x}{declared['suffix']}"
         with open(path, "wb") as file:
             file.write(data)
