@@ -563,7 +563,7 @@ exec 7>pipe
 $session bash --norc --noprofile -p "$1/init" "" "$OLDPWD" "" "" <>in >&7 7>&- 2>>control &
 echo $! >pid; echo "@@up@@"
 """
-# One look. $2 goes into the shell (base64). It waits, $3 ticks at most, until control has a whole message after
+# One look. $2 goes into the shell (base64). It waits $3 ticks at most until control has a whole message after
 # byte $4, and out the nonce $6, and tells what is new since $4 and $5: of a flood both ends, and how many
 # characters lie between.
 LOOK = r"""
