@@ -553,8 +553,8 @@ LOOK_S, FLOOD = 20, 64 << 20  # one look into the container ends after so long, 
 EXACT = 8 << 20  # up to here what lies between an output's ends is counted in characters, beyond in bytes
 PATIENCE = 10  # further ticks for the one of two ends (control message, nonce) that is still missing
 
-# Puts sandbox.py's shell into a container that we reach by single commands alone. Its three streams are a FIFO
-# and two files; stdout has a `cat` between, as a command that opens /dev/stdout would empty a file.
+# Puts sandbox.py's shell into a container that we reach by single commands alone. Its streams are a FIFO and
+# two files; stdout has a `cat` between, as a command that opens /dev/stdout would empty a file.
 START = r"""
 umask 077; cd "$1" && mkfifo in pipe && : >out && : >control || exit 1
 session=$(type -P setsid)
@@ -563,8 +563,8 @@ exec 7>pipe
 $session bash --norc --noprofile -p "$1/init" "" "$OLDPWD" "" "" <>in >&7 7>&- 2>>control &
 echo $! >pid; echo "@@up@@"
 """
-# One look. $2 goes into the shell (base64). It waits, $3 ticks at most, until control has a whole message beyond
-# its byte $4, and out the nonce $6, and tells what is new since $4 and $5: of a flood both ends, and how many
+# One look. $2 goes into the shell (base64). It waits $3 ticks at most until control has a whole message after
+# byte $4, and out the nonce $6, and tells what is new since $4 and $5: of a flood both ends, and how many
 # characters lie between.
 LOOK = r"""
 cd "$1" && [[ -e /proc/$(<pid)/fd/0 ]] || { echo "@@gone@@"; exit; }  # a zombie has none
@@ -598,8 +598,8 @@ DOTS = b"." * (1 << 20)
 class HarborShell:
     """Where a HarborSandbox has its shell, and the way there: sandbox.py's box and channel in one.
 
-    execute: function(command, seconds) -> (exit code, output), by Harbor's stateless exec; InfraError. A look is
-    one exec, and most commands take one look: .2 s or more with Docker, where sandbox.py's own take 2 ms.
+    execute: function(command, seconds) -> (exit code, output), by Harbor's stateless exec; InfraError. A look
+    is one exec, and most commands take one look: .2 s or more with Docker, where sandbox.py's own take 2 ms.
     """
 
     def __init__(self, execute):
