@@ -3,8 +3,8 @@
     bash run.sh test                       # all
     bash run.sh test -k "shell and bwrap"  # some
 
-A missing Docker, Podman or Chromium skips its tests, unless REQUIRE_BACKENDS is set, as .ci/run does: then they
-fail.
+What is missing skips its tests, unless REQUIRE_BACKENDS names it, as .ci/run does: then they fail. Names: bwrap,
+docker, podman, chromium, fixtures (python gen.py bases), vllm (VLLM_PYTHON=the interpreter of its environment).
 """
 import ast, base64, collections, concurrent.futures, copy, fcntl, glob, http.server, inspect, io
 import itertools, json, math, os, re, resource, shutil, signal, socket, subprocess, sys, tarfile
@@ -44,14 +44,16 @@ def task_of(tests="echo 0 >/logs/verifier/reward.txt", files=None, id="t", docke
             "tests": {"test.sh": {"text": tests}}, **more}
 
 
+def lacking(name, reason):
+    """Skips a test, or fails it where `name` is required."""
+    (pytest.fail if name in os.environ.get("REQUIRE_BACKENDS", "").split() else pytest.skip)(reason)
+
+
 def need(backend):
-    """Skips where the backend is missing, unless it is required (CI)."""
     try:
         return resolve_backend(backend)
     except InfraError as e:
-        if os.environ.get("REQUIRE_BACKENDS"):
-            raise
-        pytest.skip(str(e))
+        lacking(backend, str(e))
 
 
 @pytest.fixture(params=["bwrap", "docker"], scope="module")
@@ -802,10 +804,8 @@ def podman():
     path = f"/tmp/tmax-podman-{os.getpid()}.sock"
     try:
         service = subprocess.Popen(["podman", "system", "service", "--time=0", "unix://" + path], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    except OSError:
-        if os.environ.get("REQUIRE_BACKENDS"):
-            raise
-        pytest.skip("no podman")
+    except OSError as e:
+        lacking("podman", str(e))
     for _ in range(100):
         if os.path.exists(path):
             break
@@ -3212,8 +3212,8 @@ def domain():
     for name in ("fixtures", "data_processing"):
         if not api.images(f"tmax-base:{name}"):
             missing.append(f"--domain {name}")
-    if missing and not os.environ.get("REQUIRE_BACKENDS"):
-        pytest.skip(f"first: python gen.py bases {' '.join(missing)}")
+    if missing:
+        lacking("fixtures", f"first: python gen.py bases {' '.join(missing)}")
     return "data_processing"
 
 
@@ -3967,10 +3967,8 @@ def bases():
         source = "tmax-base:fixtures" if stage == "fixtures" else "tmax-base:core"
         if source in there:
             api.tag(source, BASE, stage)
-        elif os.environ.get("REQUIRE_BACKENDS"):
-            pytest.fail(f"{source} is missing: python gen.py bases")
         else:
-            pytest.skip(f"{source} is missing: python gen.py bases")
+            lacking("fixtures", f"{source} is missing: python gen.py bases")
 
 
 @pytest.fixture
@@ -5863,8 +5861,8 @@ class Browser:
 
 @pytest.fixture(scope="module")
 def browser():
-    if not shutil.which("chromium") and not os.environ.get("REQUIRE_BACKENDS"):
-        pytest.skip("chromium is missing")
+    if not shutil.which("chromium"):
+        lacking("chromium", "chromium is missing")
     browser = Browser()
     yield browser
     browser.close()
@@ -6119,8 +6117,7 @@ def vllm(warm, folders, tmp_path_factory):
     VLLM_PYTHON is the interpreter of an environment with requirements-vllm.txt. """
     python = os.environ.get("VLLM_PYTHON")
     if not python:
-        assert not os.environ.get("REQUIRE_BACKENDS"), "VLLM_PYTHON is not set"
-        pytest.skip("VLLM_PYTHON is not set")
+        lacking("vllm", "VLLM_PYTHON is not set")
     folder = tmp_path_factory.mktemp("vllm")
     model = str(shutil.copytree(warm, folder / "model"))
     chat = Chat(model)
