@@ -3540,7 +3540,7 @@ def test_a_bad_declaration_gives_no_reward(backend):
     with Sandbox(verifier_task("exact_text", {"files": {"a": {"file": "none"}}}), backend) as s:
         with pytest.raises(TaskError, match="no valid reward even on the untouched task: the verifier wrote no reward"):
             s.grade()
-        assert "verifier.json: there is no test file 'none'" in s._verify()[2]
+        assert "verifier.json: there is no test file 'none'" in s.verify()[2]
 
 
 # ------------------------------------------------------------------------------------------------ fixtures
