@@ -3265,7 +3265,7 @@ def test_exact_text_reads_as_the_agent(backend, trick):
 MEASURE = """
 from harness import read, run
 got = run("python3 guess.py", stdin=b"6 7", timeout=2)
-print(got.out.decode(errors="replace").strip() or "nothing")
+print(got.code == 0 and got.out.decode(errors="replace").strip() or "nothing")
 """
 METRIC = {"command": "python3 /tests/measure.py", "threshold": 0.9, "better": "higher", "baseline": 0.5}
 
@@ -6382,7 +6382,8 @@ def test_a_killed_run_goes_on_as_if_never_stopped(where, warm, demos, never_stop
     out, groups = tmp_path / "run", [r["group"] for r in read_jsonl(never_stopped / "rollouts.jsonl") if r["step"] == 2]
     done = run_dppo(resume_flags(warm, demos, out), KILLS[where].format(episode=min(groups) * 6 + 4), tmp_path)
     assert done.returncode == -9, done.stderr[-3000:]
-    assert [p.name for p in dppo.checkpoints(out)] == ["step-2"]
+    # Sampling for step 3 begins while step 2 is being saved: a kill then finds no checkpoint, and all is done again.
+    assert [p.name for p in dppo.checkpoints(out)] in ([["step-2"], []] if where == "sampling" else [["step-2"]])
     assert (out / "step-4.tmp").exists() == (where == "saving")  # half a checkpoint, which nobody takes for one
     done = run_dppo([*resume_flags(warm, demos, out), "--resume"])
     assert done.returncode == 0, done.stderr[-3000:]
@@ -6555,7 +6556,7 @@ def test_plot_has_a_panel_for_each_figure_of_the_paper(drawn, tmp_path, capsys, 
     assert points(drawn.panels["Held-out tasks"].lines[0]) == [(3, 0.5)]
     assert [points(line) for line in drawn.panels["Groups dropped"].lines] == [[(1, 0), (2, 1), (3, 2), (4, 3)], [(n, 1) for n in (1, 2, 3, 4)]]
     before, after = map(points, drawn.panels["Attempts"].lines)
-    assert before == pytest.approx([(1, 1 / 6), (2, 1 / 3), (3, 0.5)]) and after == pytest.approx([(1, 0.5), (2, 5 / 6), (3, 1)])
+    assert np.allclose(before, [(1, 1 / 6), (2, 1 / 3), (3, 0.5)]) and np.allclose(after, [(1, 0.5), (2, 5 / 6), (3, 1)])
     assert [t.get_text() for t in drawn.panels["Attempts"].get_legend().get_texts()] == ["before", "after"]
     assert [t.get_text() for t in drawn.panels["Held-out tasks"].get_legend().get_texts()] == ["validation", "test, with standard error"]
 
@@ -6565,7 +6566,7 @@ def test_plot_lays_runs_over_each_other_and_takes_seeds_together(drawn, tmp_path
     assert cli(capsys, monkeypatch, evaluation, "plot", *runs, "--out", tmp_path / "x.png")[0] == 0
     assert drawn.runs == ["dppo", "grpo"] and "Attempts" not in drawn.panels
     thin, also_thin, mean, other = drawn.panels["Training"].lines
-    assert points(mean) == pytest.approx([(1, 0.1), (2, 0.2), (3, 0.3)]) and len(points(thin)) == 4 and len(points(also_thin)) == 3
+    assert np.allclose(points(mean), [(1, 0.1), (2, 0.2), (3, 0.3)]) and len(points(thin)) == 4 and len(points(also_thin)) == 3
     assert thin.get_alpha() < 1 and mean.get_color() == thin.get_color() != other.get_color()
 
 

@@ -672,7 +672,7 @@ class HarborSandbox(sandbox.Sandbox):
         self.box = self.channel = self.fault = None
 
     def start(self):
-        self.control, self.spill = b"", b""
+        self.control, self.spill = b"", sandbox.Capture()
         self.status, self.flags, self.snapshot, self.mark = 0, "", b"", b"0:0"
         self.box = self.channel = HarborShell(self.execute)
         self.box.start()
