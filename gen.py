@@ -395,7 +395,7 @@ def base_stages():
 def build_base(stage, dockerfile, host):
     """Builds and tags one stage on one host: (bytes of the image, seconds). InfraError says why it fails."""
     start, log = time.monotonic(), ""
-    with docker_errors(f"tmax-base:{stage}"):
+    with docker_errors(f"tmax-base:{stage} at {host}"):
         api = docker_api(host)
         for piece in api.build(fileobj=io.BytesIO(dockerfile.encode()), rm=True, forcerm=True,
                                tag=f"tmax-base:{stage}", decode=True):

@@ -3401,7 +3401,8 @@ def test_hostile_filters_and_services_earn_nothing(backend):
                     "checks": [{"protocol": "tcp", "port": 7001, "send": "", "expect": "x"}]}
         with Sandbox(verifier_task("multi_protocol", declared, files={"evil.sh": text}), backend) as s:
             assert s.grade().reward == 0, text
-            assert not any("sleep 60" in line or "reward" in line for line in processes(s))
+            left = [line for line in processes(s) if "sleep 60" in line or "echo 1 >" in line]
+            assert not left
 
 
 SERVER = r"""

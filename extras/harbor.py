@@ -751,7 +751,7 @@ if BaseAgent:
             """One episode, in a thread of its own; fills Harbor's context and the trial's files."""
             said = self.options.model_dump()
             sampling = rollout.Sampling(**{key: said[key] for key in rollout.Sampling._fields})
-            which = said["engine"], self.model_name  # one engine for all trials of a job
+            which = said["engine"], self.model_name, sampling  # one engine for all trials of a job
             engine, chat = sandbox.once(("engine", *which), lambda: rollout.make_engine(*which))
             limits = {"agent_s": math.inf, "command_s": said["command_s"]}  # Harbor limits the whole
             task = {"id": self.session_id or "task", "instruction": instruction, "limits": limits}
