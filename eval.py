@@ -35,7 +35,7 @@ from tqdm import tqdm
 import rollout
 from builtin import answers
 from extras import figures, page
-from extras.harbor import export_atif
+from extras.harbor import export_atif, import_harbor
 from sandbox import InfraError, TaskError, numbered_records, prepare, read_jsonl, resolve_backend
 
 TOKEN_FIELDS = ("token_ids", "loss_mask", "logprobs", "policy_versions")
@@ -88,8 +88,6 @@ def load_any_tasks(path: str) -> list[dict]:
 
     A Harbor task that cannot be used is named and left out; in our own files it is an error. """
     if os.path.isdir(path):
-        from extras.harbor import import_harbor
-
         tasks, problems = import_harbor(path)
         for problem in problems:
             print(f"left out: {problem}", file=sys.stderr)

@@ -6579,7 +6579,6 @@ def test_plot_of_eval_files_alone_is_pass_at_k(drawn, tmp_path, capsys, monkeypa
 
 
 def test_a_folder_of_harbor_tasks_is_evaluated(bwrap, endpoint, tmp_path, capsys, monkeypatch):
-    harbor = pytest.importorskip("extras.harbor")
     harbor.export_harbor([bash_task("t-1"), bash_task("t-2")], str(tmp_path / "tasks"))
     (tmp_path / "tasks" / "t-2" / "tests" / "test.sh").unlink()
     endpoint.script = [ok(call_message(DO_IT, SUBMIT))]
