@@ -593,6 +593,7 @@ def fixture_task(spec, declaration, base):
     declaration = json.dumps(declaration, ensure_ascii=False, indent=1)
     return {"id": spec["id"], "dockerfile": FIXTURE_STAGE.format(base=base),
             "files": {"fixture/make.py": {"text": recipe(spec["axes"]["fixture"], "fixtures")[0]},
+                      "fixture/common.py": {"text": recipe("common", "fixtures")[0]},
                       "fixture/fixture.json": {"text": declaration}}}
 
 

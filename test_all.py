@@ -3624,6 +3624,7 @@ sed -i s/7010/7001/ web/web.ini; ./start.sh >/dev/null; curl -s -w ' %{http_code
 
 def fixture_files(name, declared=None):
     return {f"fixture/{name}/make.py": Path(ROOT, "fixtures", name.split("-")[0] + ".py").read_text(),
+            f"fixture/{name}/common.py": Path(ROOT, "fixtures", "common.py").read_text(),
             f"fixture/{name}/fixture.json": json.dumps(declared or FIXTURES[name][0])}
 
 
