@@ -9,7 +9,7 @@
 #   TORCH_INDEX=URL         another wheel index for torch: with PyTorch's own CPU index (see its install page) a Linux
 #                           machine downloads 200 MB instead of the CUDA build's gigabytes
 #   OUT=runs/demo SEED=0    where the demo writes, and its seed
-#   TASKS=4000 STEPS=40     training tasks and RL steps of the demo
+#   TASKS=4000 STEPS=50     training tasks and RL steps of the demo
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -81,7 +81,7 @@ print("pass@1 %.1f%% +- %.1f%%" % (100 * s["pass_at_k"]["1"], 100 * s["se_tasks"
 }
 
 demo() {
-    local out=${OUT:-runs/demo} seed=${SEED:-0} tasks=${TASKS:-4000} steps=${STEPS:-40} old
+    local out=${OUT:-runs/demo} seed=${SEED:-0} tasks=${TASKS:-4000} steps=${STEPS:-50} old
     if [ -e "$out" ]; then
         old="$out.$(date +%Y%m%d-%H%M%S)"
         mv "$out" "$old"
@@ -108,7 +108,7 @@ demo() {
     stage "reinforcement learning" env OMP_NUM_THREADS=1 python dppo.py \
         --model "$out/sft/last" --tasks "$out/tasks.jsonl" --out "$out" --seed "$seed" \
         --prompts 16 --group-size 8 --lag 1 --max-refill 2 --steps "$steps" --lr 3e-4 --beta2 0.95 \
-        --micro-batch-tokens 4096 --no-gradient-checkpointing \
+        --micro-batch-tokens 1024 --no-gradient-checkpointing \
         --eval-tasks "$out/val.jsonl" --eval-every 10 --eval-attempts 1 --workers 64 $limits
     # shellcheck disable=SC2086
     stage "test after RL" env OMP_NUM_THREADS=2 python eval.py run \
