@@ -961,7 +961,8 @@ def play_missing(jobs, play, path: str, player: str, workers: int) -> list[dict]
     missing = [job for job in jobs if latest.get((job[1]["id"], job[2]), {}).get("reward") is None]
     rewards = [r["reward"] for r in latest.values() if r["reward"] is not None]
     total, count = sum(rewards), len(rewards)
-    bar = tqdm(total=len(jobs), initial=len(jobs) - len(missing), unit="ep")
+    bar = tqdm(total=len(jobs), initial=len(jobs) - len(missing), unit="ep",
+               mininterval=0.1 if sys.stderr.isatty() else 10)
     with JsonlWriter(path) as out, bar:
         for record in run_jobs(missing, play, workers):
             out.write(record)

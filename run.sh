@@ -99,7 +99,7 @@ demo() {
     stage "tokenizer and model" python builtin/tiny.py --rollouts "$out/demos.jsonl" --seed "$seed" --out "$out/tiny"
     stage "supervised fine-tuning" env OMP_NUM_THREADS=2 python sft.py \
         --model "$out/tiny" --rollouts "$out/demos.jsonl" --out "$out/sft" --seed "$seed" \
-        --epochs 3 --batch-size 16 --lr 3e-3 --beta2 0.98 --micro-batch-tokens 2048 --no-gradient-checkpointing
+        --epochs 5 --batch-size 16 --lr 2e-3 --beta2 0.98 --micro-batch-tokens 2048 --no-gradient-checkpointing
     # shellcheck disable=SC2086
     stage "test after SFT" env OMP_NUM_THREADS=2 python eval.py run \
         --tasks "$out/test.jsonl" --model "$out/sft/last" --attempts 2 --out "$out/eval_sft.jsonl" $limits

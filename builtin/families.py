@@ -38,7 +38,7 @@ tomato tractor trumpet tulip tunnel turkey turnip turtle valley vanilla velvet v
 waffle walnut walrus weasel whale willow winter wizard yogurt zebra
 """.split()
 
-RIGHT_SHARE = 0.4    # of the demonstrations; the other 60% make a mistake
+RIGHT_SHARE = 1 / 3  # of the demonstrations; the others make a mistake
 DEMOS = 8            # demonstrations a task, in random order: demo 0 is right as often as any other
 
 # A task's Dockerfile adds its files and nothing else, so that both backends start it at once.
