@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # One command from a fresh machine:
 #
-#   bash run.sh demo    set up, then teach a tiny agent: gen, rollout, sft, eval, dppo, eval (minutes on two cores)
-#   bash run.sh test    set up, then run the tests
+#   bash run.sh demo         set up, then teach a tiny agent: gen, rollout, sft, eval, dppo, eval (minutes on two cores)
+#   bash run.sh test         set up, then run the tests
+#   bash run.sh ablations    set up, then the demo with other losses and groups, three seeds each (an hour and more)
 #
 # Set-up makes .venv, installs requirements.txt into it, and gets bubblewrap where that takes no password.
 #   PYTHON=python3.12       another interpreter (3.11 or newer)
 #   TORCH_INDEX=URL         another wheel index for torch: with PyTorch's own CPU index (see its install page) a Linux
 #                           machine downloads 200 MB instead of the CUDA build's gigabytes
-#   OUT=runs/demo SEED=0    where the demo writes, and its seed
-#   TASKS=4000 STEPS=50     training tasks and RL steps of the demo
+#   OUT=runs/demo SEED=0    where it writes, and the seed of the demo (SEEDS="0 1 2": those of the ablations)
+#   TASKS=4000 STEPS=50     training tasks and RL steps
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -63,7 +64,10 @@ except sandbox.InfraError as e:
 }
 
 # ------------------------------------------------------------------------------------------------------------
-# demo
+# The stages, as one would type them. Episodes of the built-in tasks are short: 5 turns of 40 tokens and 250 tokens
+# in all, at most; T = 1.
+
+limits() { echo "--max-turns 5 --max-turn-tokens 40 --max-tokens 250 --temperature 1 --top-p 1 --backend $BACKEND"; }
 
 TABLE=""
 stage() { # stage NAME COMMAND...: shows the command, runs it, keeps its time
@@ -74,24 +78,19 @@ stage() { # stage NAME COMMAND...: shows the command, runs it, keeps its time
     TABLE+=$(printf '%-34s %4d s' "$name" $((SECONDS - started)))$'\n'
 }
 
-pass1() { # pass1 EVAL_FILE: "30.6% +- 2.6%"
-    python eval.py report --json "$1" | python -c 'import json, sys
-s = json.loads(sys.stdin.readline())
-print("pass@1 %.1f%% +- %.1f%%" % (100 * s["pass_at_k"]["1"], 100 * s["se_tasks"]))'
+fresh() { # fresh FOLDER: an empty one; what was there is moved, not lost
+    if [ -e "$1" ]; then
+        local old
+        old="$1.$(date +%Y%m%d-%H%M%S)"
+        mv "$1" "$old"
+        say "the results that were in $1 are now in $old"
+    fi
+    mkdir -p "$1"
 }
 
-demo() {
-    local out=${OUT:-runs/demo} seed=${SEED:-0} tasks=${TASKS:-4000} steps=${STEPS:-50} old
-    if [ -e "$out" ]; then
-        old="$out.$(date +%Y%m%d-%H%M%S)"
-        mv "$out" "$old"
-        say "the results that were in $out are now in $old"
-    fi
-    mkdir -p "$out"
-    # Episodes of the built-in tasks are short: 5 turns of 40 tokens and 250 tokens in all, at most; T = 1.
-    local limits="--max-turns 5 --max-turn-tokens 40 --max-tokens 250 --temperature 1 --top-p 1 --backend $BACKEND"
-
-    stage "tasks" python gen.py builtin --n "$tasks" --seed "$seed" --split train --out "$out/tasks.jsonl"
+warm_start() { # warm_start FOLDER SEED: from nothing to tasks and a model that imitates their demonstrator
+    local out=$1 seed=$2
+    stage "tasks" python gen.py builtin --n "${TASKS:-4000}" --seed "$seed" --split train --out "$out/tasks.jsonl"
     stage "validation tasks" python gen.py builtin --n 90 --seed "$seed" --split val --out "$out/val.jsonl"
     stage "test tasks" python gen.py builtin --n 180 --seed "$seed" --split test --out "$out/test.jsonl"
     stage "demonstrations" python rollout.py --tasks "$out/tasks.jsonl" --oracle --backend "$BACKEND" \
@@ -100,27 +99,78 @@ demo() {
     stage "supervised fine-tuning" env OMP_NUM_THREADS=2 python sft.py \
         --model "$out/tiny" --rollouts "$out/demos.jsonl" --out "$out/sft" --seed "$seed" \
         --epochs 5 --batch-size 16 --lr 2e-3 --beta2 0.98 --micro-batch-tokens 2048 --no-gradient-checkpointing
-    # shellcheck disable=SC2086
-    stage "test after SFT" env OMP_NUM_THREADS=2 python eval.py run \
-        --tasks "$out/test.jsonl" --model "$out/sft/last" --attempts 2 --out "$out/eval_sft.jsonl" $limits
-    # One thread for the trainer and one for the sampler, which run at the same time: --lag 1.
-    # shellcheck disable=SC2086
+}
+
+reinforce() { # reinforce FROM OUT SEED FLAGS...: FROM is a folder of warm_start
+    local from=$1 out=$2 seed=$3
+    shift 3
+    # One thread for the trainer and one for the sampler, which run at the same time.
+    # shellcheck disable=SC2046
     stage "reinforcement learning" env OMP_NUM_THREADS=1 python dppo.py \
-        --model "$out/sft/last" --tasks "$out/tasks.jsonl" --out "$out" --seed "$seed" \
-        --prompts 16 --group-size 8 --lag 1 --max-refill 2 --steps "$steps" --lr 3e-4 --beta2 0.95 \
+        --model "$from/sft/last" --tasks "$from/tasks.jsonl" --out "$out" --seed "$seed" \
+        --max-refill 2 --steps "${STEPS:-50}" --lr 3e-4 --beta2 0.95 \
         --micro-batch-tokens 1024 --no-gradient-checkpointing \
-        --eval-tasks "$out/val.jsonl" --eval-every 10 --eval-attempts 1 --workers 64 $limits
-    # shellcheck disable=SC2086
-    stage "test after RL" env OMP_NUM_THREADS=2 python eval.py run \
-        --tasks "$out/test.jsonl" --model "$out/last" --attempts 2 --out "$out/eval_rl.jsonl" $limits
+        --eval-tasks "$from/val.jsonl" --eval-every 10 --eval-attempts 1 --workers 64 $(limits) "$@"
+}
+
+evaluate() { # evaluate NAME MODEL TASKS OUT ATTEMPTS
+    # shellcheck disable=SC2046
+    stage "$1" env OMP_NUM_THREADS=2 python eval.py run --tasks "$3" --model "$2" --attempts "$5" --out "$4" $(limits)
+}
+
+pass1() { # pass1 EVAL_FILE: "30.6% +- 2.6%"
+    python eval.py report --json "$1" | python -c 'import json, sys
+s = json.loads(sys.stdin.readline())
+print("pass@1 %.1f%% +- %.1f%%" % (100 * s["pass_at_k"]["1"], 100 * s["se_tasks"]))'
+}
+
+demo() {
+    local out=${OUT:-runs/demo} seed=${SEED:-0}
+    fresh "$out"
+    warm_start "$out" "$seed"
+    evaluate "test after SFT" "$out/sft/last" "$out/test.jsonl" "$out/eval_sft.jsonl" 2
+    reinforce "$out" "$out" "$seed" --prompts 16 --group-size 8 --lag 1
+    evaluate "test after RL" "$out/last" "$out/test.jsonl" "$out/eval_rl.jsonl" 2
     stage "learning curve" python eval.py plot "$out" --out "$out/curve.png"
 
     printf '\n%s\nafter SFT: %s\nafter RL:  %s\ncurve:     %s\n' \
         "$TABLE" "$(pass1 "$out/eval_sft.jsonl")" "$(pass1 "$out/eval_rl.jsonl")" "$out/curve.png"
 }
 
+# The paper's Figures 7, 8 and 9 in miniature: what the mask does under lag, the size of groups, pass@k.
+ablations() {
+    local out=${OUT:-runs/ablations} seed run flags
+    fresh "$out"
+    for seed in ${SEEDS:-0 1 2}; do
+        mkdir -p "$out/warm-s$seed" "$out/dppo-s$seed"
+        warm_start "$out/warm-s$seed" "$seed"
+        evaluate "test after SFT" "$out/warm-s$seed/sft/last" "$out/warm-s$seed/test.jsonl" \
+            "$out/dppo-s$seed/eval_sft.jsonl" 8
+        while read -r run flags; do
+            # shellcheck disable=SC2086
+            reinforce "$out/warm-s$seed" "$out/$run-s$seed" "$seed" --lag 4 $flags </dev/null
+            evaluate "test after $run" "$out/$run-s$seed/last" "$out/warm-s$seed/test.jsonl" \
+                "$out/$run-s$seed/eval_rl.jsonl" 8 </dev/null
+        done <<'RUNS'
+dppo      --loss dppo --prompts 16 --group-size 8
+grpo      --loss grpo --prompts 16 --group-size 8
+no-mask   --loss reinforce --prompts 16 --group-size 8
+group-32  --loss dppo --prompts 4 --group-size 32
+RUNS
+    done
+    stage "losses under lag" python eval.py plot "$out"/{dppo,grpo,no-mask}-s* --out "$out/losses.png"
+    stage "size of groups" python eval.py plot "$out"/{dppo,group-32}-s* --out "$out/groups.png"
+    for run in dppo grpo no-mask group-32; do
+        for seed in ${SEEDS:-0 1 2}; do
+            TABLE+="$run, seed $seed: $(pass1 "$out/$run-s$seed/eval_rl.jsonl")"$'\n'
+        done
+    done
+    printf '\n%s' "$TABLE"
+}
+
 case "${1:-}" in
     demo) setup; demo ;;
+    ablations) setup; ablations ;;
     test) shift; setup; python -m pytest -q test_all.py "$@" ;;
-    *) say "usage: bash run.sh demo | test [pytest arguments]"; exit 2 ;;
+    *) say "usage: bash run.sh demo | test [pytest arguments] | ablations"; exit 2 ;;
 esac

@@ -795,7 +795,7 @@ def spawn(argv, **more):
         process = subprocess.Popen(argv, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                    stderr=subprocess.PIPE, **more)
         with contextlib.suppress(OSError):           # it has ended already
-            os.setpriority(os.PRIO_PROCESS, process.pid, 10)
+            os.setpriority(os.PRIO_PROCESS, process.pid, 15)
         return process
     return spawner.submit(start).result()
 

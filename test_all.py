@@ -3581,8 +3581,8 @@ FIXTURES = {                            # the declarations, and what of them nob
     "image": ({"path": "/app/receipt.png", "format": "png", "text": "Invoice Kestrel\nTotal: 93.20 EUR\npaid by Magnolia Brandt"},
               ["Kestrel", "93.20 EUR", "Magnolia"]),
     "audio": ({"path": "/app/dial.wav", "format": "wav", "tones": TONES}, ["697.5", '"hz": 1320']),
-    "audio-speech": ({"path": "/app/message.mp3", "format": "mp3", "speech": "The meeting is at seven on Monday."}, ["meeting is", "seven on"]),
-    "video": ({"path": "/app/gate.mp4", "width": 160, "height": 120, "fps": 10, "frames": 60, "events": EVENTS}, ["#c03020", '"events"']),
+    "audio-speech": ({"path": "/app/message.mp3", "format": "mp3", "speech": "The answer is hidden in the blue house."}, ["answer is hidden", "the blue house"]),
+    "video": ({"path": "/app/gate.mp4", "width": 160, "height": 120, "fps": 10, "frames": 60, "events": EVENTS}, ["#c03020", '"frames": 60, "events"']),
     "stripped_binary": ({"path": "/app/legacy", "source": LEGACY, "flags": ["-O1"], "hidden": ["melony"]},
                         ["melony", "mix_of_the_ancients", "rot-thirteen", "strcmp(argv"]),
     "vendored_package": ({"path": "/app/vendor/tally", "files": TALLY,
@@ -3592,7 +3592,7 @@ FIXTURES = {                            # the declarations, and what of them nob
         {"name": "store", "command": "python3 store.py", "port": 7001, "files": {"store.py": STORE}},
         {"name": "web", "command": "python3 web.py", "port": 8080, "files": {"web.py": WEB, "web.ini": "store=127.0.0.1:7001\n"}}],
         "faults": [{"file": "web/web.ini", "find": "store=127.0.0.1:7001", "replace": "store=127.0.0.1:7010"}]},
-        ["store=127.0.0.1:7001", '"faults"']),
+        ["store=127.0.0.1:7001", '"faults": [{']),
 }
 LOOK = {                                # ordinary tools, and what they say
     "image": ("tesseract receipt.png - 2>/dev/null", r"Invoice Kestrel\nTotal: 93\.20 EUR\npaid by Magnolia Brandt\s*"),
@@ -3605,7 +3605,7 @@ for a, b in zip(edges[::2], edges[1::2]):
     part = x[a:b]; hz = numpy.fft.rfftfreq(1 << 17, 1 / rate)[abs(numpy.fft.rfft(part, 1 << 17)).argmax()]
     print(round(hz), end=" ")
 E""", r"440 440 1320 69[78] "),
-    "audio-speech": ("ffmpeg -v error -i message.mp3 m.wav; pocketsphinx_continuous -infile m.wav 2>/dev/null", "the meeting is at seven on monday\n"),
+    "audio-speech": ("ffmpeg -v error -i message.mp3 m.wav; pocketsphinx_continuous -infile m.wav 2>/dev/null", "the answer is hidden in the blue house\n"),
     "video": ("""ffmpeg -i gate.mp4 2>&1 | grep -oE '160x120|10 fps|00:00:06.00'
 ffmpeg -v error -i gate.mp4 -f rawvideo -pix_fmt gray - | python3 -c '
 import numpy, sys
