@@ -3497,6 +3497,14 @@ server.wait_for_termination()
 """
 
 
+def test_multi_protocol_waits_for_a_start_that_replaces_what_runs():
+    need("docker")                       # under bubblewrap nothing that is started for the grading can end it
+    again = "kill $(cat pid); sleep 1; python3 -m http.server 8080 >log 2>&1 </dev/null & echo $! >pid; sleep 2\n"
+    check = {"protocol": "http", "port": 8080, "path": "/made", "expect": "yes"}
+    task = verifier_task("multi_protocol", {"checks": [check] * 50, "start": "bash again.sh"}, files={"again.sh": again})
+    assert rewards("docker", task, "echo yes >made; bash again.sh") == [0, 1]
+
+
 def test_multi_protocol_speaks_grpc(domain):
     check = {"protocol": "grpc", "port": 50051, "method": "/demo.Greeter/Hello", "request": {"1": "Ada {nonce}"},
              "expect": {"1": "Hello Ada {nonce}", "2": 7}}
@@ -4061,7 +4069,8 @@ def test_tasks_of_every_kind_are_made_and_solved(bases, writer, tmp_path, capsys
                                                              "--price-out", 10))
     dropped = dropped_of(out)
     assert (code, dropped) == (0, {}) and said.count("\n") == 1, [(r["id"], r["reason"], r["detail"]) for r in dropped.values()]
-    assert "12 kept, 0 dropped; 0 had been done before; 24 calls, 24,000 + 12,000 tokens, $0.17" in said
+    sent_back = [body["messages"][-1]["content"] for _, _, body, _ in writer.requests if len(body["messages"]) > 3]
+    assert "12 kept, 0 dropped; 0 had been done before; 24 calls, 24,000 + 12,000 tokens, $0.17" in said, sent_back
     tasks = load_tasks(out)
     assert {t["id"]: t["axes"] for t in tasks} == {spec["id"]: spec["axes"] for spec in specs}
     for t in tasks:

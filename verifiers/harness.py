@@ -19,6 +19,7 @@ import json
 import os
 import pwd
 import re
+import select
 import selectors
 import shlex
 import signal
@@ -136,9 +137,12 @@ def read(path, limit=OUTPUT):
 
 def start(command):
     """Starts services of the agent's. They live until end_descendants(), also when what has started them
-    ends: a bubblewrap would take them along, so something waits in there."""
-    argv, more = as_agent(["sh", "-c", '"$@"; exec sleep infinity', "sh", *shlex.split(command)])
-    spawn(argv, more, *[subprocess.DEVNULL] * 3)
+    ends: a bubblewrap would take them along, so something waits in there. Returns a function that waits so
+    many seconds for that end."""
+    waits = '"$@" >/dev/null; echo; exec sleep infinity >/dev/null'
+    argv, more = as_agent(["sh", "-c", waits, "sh", *shlex.split(command)])
+    said = spawn(argv, more, subprocess.DEVNULL, subprocess.PIPE, subprocess.DEVNULL).stdout
+    return lambda seconds: select.select([said], [], [], seconds)
 
 
 def trusted(command, stdin=b"", timeout=60):

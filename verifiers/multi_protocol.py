@@ -11,7 +11,8 @@ verifier.json declares
                  number or another such object}; the answer must hold expect's fields
     start        a program of the agent's that starts its services, run before the checks (optional: without
                  it only what the agent has left running answers)
-    wait_s       how long a port may take until it is open (optional, 10)
+    wait_s       how long a port may take until it is open (optional, 10), and start until it has ended, where
+                 something answers already, which it may be about to replace
     timeout_s    for one check (optional, 5)
 
 expect is a text that the answer must contain. {nonce} anywhere in a check stands for a word that is new each
@@ -202,12 +203,14 @@ def examine(i, check):
 
 
 def opens(port, deadline):
+    """Whether the port is open, or becomes so before the deadline."""
     while True:
         try:
-            return socket.create_connection(("127.0.0.1", port), 1).close()
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return True
         except OSError:
             if time.monotonic() > deadline:
-                return
+                return False
         time.sleep(0.1)
 
 
@@ -235,10 +238,13 @@ def main():
     checks = declared["checks"]
     for i, check in enumerate(checks):
         examine(i, check)
+    ports, deadline = {check["port"] for check in checks}, time.monotonic() + declared["wait_s"]
     if declared["start"]:
-        start(declared["start"])
-    deadline = time.monotonic() + declared["wait_s"]
-    for port in {check["port"] for check in checks}:
+        answered = any([opens(port, 0) for port in ports])
+        wait = start(declared["start"])
+        if answered:
+            wait(declared["wait_s"])
+    for port in ports:
         opens(port, deadline)
     passed = 0
     for i, check in enumerate(checks):
