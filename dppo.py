@@ -108,7 +108,8 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, total, loss: str = "dp
 
 
 class HeadLogprobs(torch.autograd.Function):
-    """Log-probs (N,) of target tokens under the LM head, and entropies (N,), both fp32; never a matrix (N, V).
+    """Log-probs (N,) of target tokens under the LM head, and entropies (N,), both fp32;
+    never a matrix (N, V).
 
     Both directions go `chunk` positions at a time, and backward computes each chunk's logits again. One such
     matrix of a long batch is larger than all else together, and plain autograd keeps four. Entropies carry no
@@ -301,7 +302,8 @@ def gather(mine) -> list | None:
 def save_checkpoint(policy, tokenizer, folder: Path, optimizer=None, state: dict | None = None):
     """Writes a folder that transformers and vLLM load, whole or not at all. Every rank must call it.
 
-    With an optimizer, its trainer.pt holds that one's state and rank 0's `state`: all that --resume needs. """
+    With an optimizer, its trainer.pt holds that one's state and rank 0's `state`:
+    all that --resume needs. """
     weights = full_weights(policy)
     if optimizer:
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0
@@ -464,8 +466,8 @@ class Rollouts:
                     f"none of {self._dropped()} groups has a spread in reward, so there is nothing to learn: "
                     f"in {counts['groups_zero']} every episode failed, in {counts['groups_one']} every one "
                     "succeeded. Use tasks that the model solves sometimes, a better warm start, or a larger "
-                    "--group-size" + (f". Besides, {counts['infra_errors']} episodes had no outcome, the last: "
-                                      f"{self.last_error}" if self.last_error else "")
+                    "--group-size" + (f". Besides, {counts['infra_errors']} episodes had no outcome, "
+                                      f"the last: {self.last_error}" if self.last_error else "")
                 )
             if len(groups) < prompts:
                 print(f"warning: {self._dropped()} groups dropped, {len(groups)} of {prompts} are useful")
@@ -638,18 +640,18 @@ def train(args):
         dist.destroy_process_group()
 
 
-def refuse_used_folder(out: Path):
+def refuse_used_folder(out: Path, way_out: str = ""):
     """Makes the folder of a run; ValueError if a run has written there already."""
     out.mkdir(parents=True, exist_ok=True)
     if (out / "metrics.jsonl").exists():
-        raise ValueError(f"{out} already holds a run; choose another --out, or go on with it by --resume")
+        raise ValueError(f"{out} already holds a run; choose another --out{way_out}")
 
 
 def open_folder(out: Path, resume: bool, steps: int, state: dict, order: dict):
     """Makes the folder of a new run, or takes what a stopped one wrote after its checkpoint out of its files:
     those steps are done again."""
     if not resume:
-        return refuse_used_folder(out)
+        return refuse_used_folder(out, ", or go on with it by --resume")
     out.mkdir(parents=True, exist_ok=True)
     if state["step"] >= steps:
         raise ValueError(f"{out} has {state['step']} steps already; raise --steps to go on")
@@ -731,7 +733,8 @@ def step_line(m: dict, steps: int) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     # what
     parser.add_argument("--model", required=True, help="checkpoint folder to start from")
     parser.add_argument("--tasks", required=True, help="tasks.jsonl")

@@ -1,11 +1,11 @@
 """How good is a policy, and how sure can one be: attempts at held-out tasks, and the statistics on them.
 
-    python eval.py run --tasks test.jsonl --model ckpt --attempts 5 --out eval.jsonl   # plays and grades
-    python eval.py report eval.jsonl [more.jsonl ...] [--json]                         # means, errors, pass@k
-    python eval.py compare before.jsonl after.jsonl                                    # paired by task
-    python eval.py plot runs/demo --out curves.png                                     # what training did
-    python eval.py show runs/demo/rollouts.jsonl --out page.html                       # episodes to read
-    python eval.py export-atif rollouts.jsonl DIR                                      # trajectories for Harbor
+    python eval.py run --tasks test.jsonl --model ckpt --attempts 5 --out eval.jsonl # plays and grades
+    python eval.py report eval.jsonl [more.jsonl ...] [--json]                       # means, errors, pass@k
+    python eval.py compare before.jsonl after.jsonl                                  # paired by task
+    python eval.py plot runs/demo --out curves.png                                   # what training did
+    python eval.py show runs/demo/rollouts.jsonl --out page.html                     # episodes to read
+    python eval.py export-atif rollouts.jsonl DIR                                    # trajectories for Harbor
 
 `run` plays every task several times through rollout.py, with the paper's evaluation settings, and grades
 every episode. Its tasks are tasks.jsonl, a folder of Harbor tasks, or questions with a known answer, one
@@ -13,7 +13,7 @@ every episode. Its tasks are tasks.jsonl, a folder of Harbor tasks, or questions
 turn. `report` and `compare` group rows by model; a row needs only model, task_id and reward. They also read
 folders of Harbor's job results and compact rows {"model", "task", "rewards": "01-10"}, a sign an attempt:
 
-    python eval.py report docs/tb2_trials.jsonl                                        # the paper's Table 16
+    python eval.py report docs/tb2_trials.jsonl                                      # the paper's Table 16
     python eval.py compare docs/tb2_trials.jsonl:Qwen3.5-9B docs/tb2_trials.jsonl:tmax-9b
 
 Statistics are over tasks, because tasks, not attempts, are what a benchmark samples (DESIGN "Statistics").
@@ -419,7 +419,8 @@ def plot(args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="command")
 
     p = commands.add_parser("run", help="attempt tasks and grade them")

@@ -327,7 +327,8 @@ def load_model(path: str, dtype=None, device: str = "cpu"):
         raise ValueError(f"{path} is no causal language model that fits its config.json: "
                          f"{str(e).splitlines()[0]}") from e
     if found["missing_keys"]:  # transformers would make them up
-        raise ValueError(f"{path} lacks weights that its config.json asks for, {min(found['missing_keys'])} first")
+        raise ValueError(f"{path} lacks weights that its config.json asks for, "
+                         f"{min(found['missing_keys'])} first")
     return model.to(device).eval()
 
 
@@ -502,8 +503,8 @@ class VllmEngine:
         new, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         cut = new[-1] not in self.ends
         if cut and len(new) < limit:
-            raise InfraError(f"{server.url} stopped a turn by itself after {len(new)} of {limit} tokens; start "
-                             "it with --generation-config vllm")
+            raise InfraError(f"{server.url} stopped a turn by itself after {len(new)} of {limit} tokens; "
+                             "start it with --generation-config vllm")
         with self.lock:
             self.sampled_tokens += len(new)
         return Turn(new, logprobs, (first, last), cut, server)
@@ -524,7 +525,8 @@ class VllmEngine:
         self.pushed_bytes = size = sum(w.numel() * w.element_size() for w in tensors.values())
         self.push_dir.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(self.push_dir).free) < size + 2**20:
-            raise OSError(f"--push-dir: {self.push_dir} has {free >> 20} MB free for {size >> 20} MB of weights")
+            raise OSError(f"--push-dir: {self.push_dir} has "
+                          f"{free >> 20} MB free for {size >> 20} MB of weights")
         save_file(tensors, self.push_dir / "new", metadata={"format": "pt"})
         with contextlib.ExitStack() as held:
             for server in self.servers:
@@ -657,13 +659,13 @@ class VllmEngine:
             raise ValueError(f"{server.url} {reason_of(e)}; it must be vLLM 0.32, started with "
                              "VLLM_SERVER_DEV_MODE=1 in its environment") from e
         except (requests.RequestException, LookupError, TypeError) as e:
-            raise InfraError(f"{server.url} is no vLLM server that answers ({reason_of(e)}); start one there, "
-                             "or name in --engine where it runs") from e
+            raise InfraError(f"{server.url} is no vLLM server that answers ({reason_of(e)}); start one "
+                             "there, or name in --engine where it runs") from e
         mine, wrong = os.path.realpath(self.model), []
         same = [m["id"] for m in models if m["id"] == self.model or os.path.realpath(m["root"]) == mine]
         if not same:
-            wrong.append(f"it serves {models[0]['id']}, not {self.model} (if that is the same model, start it "
-                         f"with --served-model-name {self.model})")
+            wrong.append(f"it serves {models[0]['id']}, not {self.model} (if that is the same model, "
+                         f"start it with --served-model-name {self.model})")
         need, has = self.sampling.max_prompt_tokens + self.sampling.max_tokens, config["max_model_len"]
         if has < need:
             wrong.append(f"its context holds {has} tokens, an episode needs {need}: start it with "
@@ -977,7 +979,8 @@ def play_missing(jobs, play, path: str, player: str, workers: int) -> list[dict]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     # what
     parser.add_argument("--tasks", required=True, help="tasks.jsonl")
     parser.add_argument("--out", required=True, help="rollouts.jsonl; an existing one is continued")
@@ -1017,7 +1020,8 @@ def add_sampling_flags(parser, temperature: float = 1.0, top_p: float = 1.0):
 def sampling_from(args) -> Sampling:
     sampling = Sampling(*(getattr(args, name) for name in Sampling._fields))
     if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or min(sampling[2:]) < 1:
-        raise ValueError("--temperature must not be negative, --top-p lies in (0, 1], the limits are at least 1")
+        raise ValueError("--temperature must not be negative, --top-p lies in (0, 1], "
+                         "the limits are at least 1")
     return sampling
 
 

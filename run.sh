@@ -13,6 +13,7 @@
 #   TASKS=4000 STEPS=50     training tasks and RL steps
 set -euo pipefail
 cd "$(dirname "$0")"
+export CUDA_VISIBLE_DEVICES="" # all of this is made for the CPU; on a GPU the scripts want torchrun
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -61,6 +62,7 @@ except sandbox.InfraError as e:
         print(sandbox.resolve_backend("docker"))
     except sandbox.InfraError as e:
         sys.exit(str(e))')
+    if [ "$BACKEND" = docker ]; then python gen.py bases --domain core; fi
 }
 
 # ------------------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ TaskError the task's, AgentFault the agent's (reward 0, trained on).
 
 Left out: a terminal (PTY); under bubblewrap also the network, CPU limits, and any uid but the agent's.
 """
-import atexit, base64, collections, contextlib, ctypes, fcntl, fnmatch, functools, glob, hashlib, io, itertools
-import json, math, os, platform, posixpath, re, resource, secrets, select, shlex, shutil, signal, socket, struct
-import subprocess, sys, tarfile, tempfile, threading, time, warnings
+import atexit, base64, collections, contextlib, ctypes, fcntl, fnmatch, functools, glob, hashlib, io
+import itertools, json, math, os, platform, posixpath, re, resource, secrets, select, shlex, shutil, signal
+import socket, struct, subprocess, sys, tarfile, tempfile, threading, time, warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -245,9 +245,9 @@ def once(key, make):
 
 # The agent's shell. A command arrives as one NUL-ended frame and is eval'ed in this very shell: cd, variables
 # and jobs persist. Descriptors 0-2 are set for the eval alone, and what is saved meanwhile bash keeps from
-# children; 198 is the control stream, 199 the output, and what traps print between commands is lost. The nonce
-# that ends the output is read only when the command is over: no command prints it by accident, and one that
-# goes and takes it deceives itself alone. The for loop is there for a stray break. On the way out (exit,
+# children; 198 is the control stream, 199 the output, and what traps print between commands is lost. The
+# nonce that ends the output is read only when the command is over: no command prints it by accident, and one
+# that goes and takes it deceives itself alone. The for loop is there for a stray break. On the way out (exit,
 # set -e, SIGPWR at a timeout) the EXIT trap tells directory and exports, over process 1's copy of the control
 # stream. A shell without its descriptors ends, and a new one comes; if it was process 1's input that ended,
 # so does everything. All in one line, so that the line numbers in error messages are those of the agent's
@@ -325,12 +325,14 @@ done 2>/dev/null
 """
 BASH = ["bash", "--norc", "--noprofile", "-pc"]                   # -p: BASH_ENV is not read either
 SCRIPT = f"worker={shlex.quote(WORKER)}\n{INIT}".encode()
-# How process 1 gets the script, which must not be seen in `ps`: from standard input, or, as bash reads that byte
-# by byte, from a file on descriptor $4 where there is one.
+# How process 1 gets the script, which must not be seen in `ps`: from standard input, or, as bash reads that
+# byte by byte, from a file on descriptor $4 where there is one.
 BOOT = BASH + ['read -r -d ""; eval "$REPLY"']
-# The container is root's, since only then has its grader root's powers; the agent's shell gives them up first.
-BECOME = BASH + ['id "$0" >/dev/null || exit 67; type -P setpriv >/dev/null || exit 68; eval "export HOME=~$0"; '
-                 'chown "$0" /proc/self/fd/{0,1,2}; exec setpriv --reuid="$0" --regid="$(id -g "$0")" --init-groups -- "$@"']
+# The container is root's, since only then has its grader root's powers;
+# the agent's shell gives them up first.
+BECOME = BASH + ['id "$0" >/dev/null || exit 67; type -P setpriv >/dev/null || exit 68; '
+                 'eval "export HOME=~$0"; chown "$0" /proc/self/fd/{0,1,2}; '
+                 'exec setpriv --reuid="$0" --regid="$(id -g "$0")" --init-groups -- "$@"']
 BECOME_FAILED = {67: "its Dockerfile must make the user", 68: "its image needs setpriv (util-linux)"}
 # How a sandbox that was up has ended: nothing inside can send process 1 a SIGKILL, but the agent's user may
 # debug it, or leave it no process to fork. (A debugger can also make it look killed: that one we do not see.)
@@ -758,7 +760,8 @@ KEYCTL = {"x86_64": 250, "aarch64": 219}                           # a system ca
 
 
 def new_spawner():
-    """One thread; it and what it starts have a session keyring of their own: the caller's may hold secrets."""
+    """One thread; it and what it starts have a session keyring of their own:
+    the caller's may hold secrets."""
     def leave_keyring():
         if sys.platform == "linux" and platform.machine() in KEYCTL:
             ctypes.CDLL(None).syscall(KEYCTL[platform.machine()], 1, None)   # KEYCTL_JOIN_SESSION_KEYRING
@@ -771,7 +774,8 @@ uids = itertools.count(0x70000000)                                 # for root: h
 
 @functools.lru_cache(None)
 def etc_folder():
-    """A small /etc for all sandboxes of this run: one mount in each, where ten would be a good part of its start."""
+    """A small /etc for all sandboxes of this run:
+    one mount in each, where ten would be a good part of its start."""
     folder = tempfile.mkdtemp(prefix=f"etc-{run_label()}.")        # nobody can have been there before us
     os.mkdir(folder + "/ssl")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -826,8 +830,8 @@ def tmpfs(path, mode="0755", size=None):
 
 @contextlib.contextmanager
 def placed(tree):
-    """Options of bwrap that put a record's files under /, and the descriptors that it reads them from. The few
-    files of most tasks need no tar to be started then."""
+    """Options of bwrap that put a record's files under /, and the descriptors that it reads them from. The
+    few files of most tasks need no tar to be started then."""
     folders = {path[:slash.start()] for path in tree for slash in re.finditer("/", path)}
     folders |= {path for path, item in tree.items() if item is None}
     options = [word for path in sorted(folders) for word in ("--perms", "0755", "--dir", "/" + path)]
@@ -888,8 +892,8 @@ CLONE = {"x86_64": [(0xC000003E, 56, 272), (0x40000003, 120, 310)],
 @functools.lru_cache(None)
 def no_namespaces():
     """A seccomp program (struct sock_filter) that lets nobody make a user namespace, in which he could mount
-    memory that no limit counts. As Docker's own: EPERM for CLONE_NEWUSER, and no clone3, whose flags it cannot
-    see. Empty on other machines."""
+    memory that no limit counts. As Docker's own: EPERM for CLONE_NEWUSER, and no clone3, whose flags it
+    cannot see. Empty on other machines."""
     allow, eperm, enosys = 0x7FFF0000, 0x50001, 0x50026
     load, both, equal, any_of, answer = 0x20, 0x54, 0x15, 0x45, 0x06
     program = []
@@ -918,9 +922,9 @@ class Bwrap:
         reap_processes()
         raise_file_limit()
         watch()
-        # Kernels from 5.14 on count processes by user namespace: that limit is the sandbox's own. The one on data
-        # is there because a single hog outruns any watchdog. No cgroup: moving into one halts the whole machine's
-        # forks for some 10 ms, and most users may make none.
+        # Kernels from 5.14 on count processes by user namespace: that limit is the sandbox's own. The one on
+        # data is there because a single hog outruns any watchdog. No cgroup: moving into one halts the whole
+        # machine's forks for some 10 ms, and most users may make none.
         setup = (f"ulimit -Su {PROCESSES} -Hu {PROCESSES}; ulimit -Sn 1024; ulimit -c 0; "
                  f"ulimit -d {self.memory >> 10}")
         root = user_of(self.task) == "root"
@@ -929,7 +933,7 @@ class Bwrap:
         with (file_of(SCRIPT) as script, file_of(t.tar) as tar, file_of(no_namespaces()) as rules,
               placed(t.files) as (options, fds)):
             program = [*BOOT_FILE, run_label(), str(tar) if t.tar else "", t.workdir, setup, str(script)]
-            fds += [script, tar] if t.tar else [script]            # what nobody closes, the agent would inherit
+            fds += [script, tar] if t.tar else [script]          # what nobody closes, the agent would inherit
             if no_namespaces():
                 fds.append(rules)
                 options += ["--seccomp", str(rules)]
@@ -983,8 +987,8 @@ class Bwrap:
             few = {"tests/" + path: item for path, item in tests.items()} if len(tests) <= FEW else {}
             with placed(few) as (options, fds), file_of(b"" if few else make_tar(tests)) as tar:
                 unpack = "" if few else f"tar -xof - -C /tests <&{tar}"
-                argv += [*options, "--remount-ro", "/", "--", *BASH, GRADER, run_label(), unpack, t.workdir, nonce,
-                         f"ulimit -u {2 * PROCESSES}; ulimit -d {self.memory >> 10}", ""]
+                argv += [*options, "--remount-ro", "/", "--", *BASH, GRADER, run_label(), unpack, t.workdir,
+                         nonce, f"ulimit -u {2 * PROCESSES}; ulimit -d {self.memory >> 10}", ""]
                 self.verifier = spawn(argv, env=env, pass_fds=[owner, *fds] if few else [owner, tar])
         finally:
             os.close(owner)
@@ -1332,8 +1336,9 @@ class Docker:
         emptied. Other processes of root are a verifier's leavings, unless the agent is root."""
         sweep = ('for d in /proc/[0-9]*; do [[ -O $d && ${d#/proc/} != 1 && ${d#/proc/} != $$ ]] && '
                  'kill -9 "${d#/proc/}"; done 2>/dev/null; ') if user_of(self.task) != "root" else ""
-        begin = ("[[ -d /logs && ! -L /logs ]] || rm -f /logs; mkdir -p /logs; chown 0:0 /logs; "
-                 "chmod 755 /logs; rm -rf /tests /logs/verifier; mkdir -m 700 /tests /logs/verifier || exit 1")
+        begin = ("[[ -d /logs && ! -L /logs ]] || rm -f /logs; "
+                 "mkdir -p /logs; chown 0:0 /logs; chmod 755 /logs; rm -rf /tests /logs/verifier; "
+                 "mkdir -m 700 /tests /logs/verifier || exit 1")
         self.tidy = sweep + "rm -rf /tests /logs/verifier"
         tar = make_tar(tests)
         unpack = f"head -c {len(tar)} | tar -xof - -C /tests"
@@ -1370,8 +1375,8 @@ class Docker:
 # ----------------------------------------------------------------------------------------------------- limits
 
 def memory_of(box):
-    """Bytes under bubblewrap: the private pages of all processes, the grader's too, what the tmpfs hold with a
-    kilobyte for each file's own record, and shared memory that is in no tmpfs."""
+    """Bytes under bubblewrap: the private pages of all processes, the grader's too, what the tmpfs hold with
+    a kilobyte for each file's own record, and shared memory that is in no tmpfs."""
     total, todo, page, unnamed = 0, [box.init()], resource.getpagesize(), collections.Counter()
     for path in [*box.template.writable, "/dev/shm", "/run"]:
         disk = os.statvfs(f"/proc/{box.pid}/root{path}")
@@ -1392,7 +1397,8 @@ def memory_of(box):
 
 def unnamed_memory(pid, mapped):
     """{inode: bytes} of the shared memory that a process holds and no folder shows: memfds, and if `mapped`,
-    where it is worth a look, shared anonymous pages. Several processes may hold the same: their union is a max."""
+    where it is worth a look, shared anonymous pages. Several processes may hold the same:
+    their union is a max."""
     held, device = collections.Counter(), memfd_device()
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
@@ -1430,8 +1436,8 @@ def watch_forever():
     before = 0
     for tick in itertools.count():
         time.sleep(WATCH_S)
-        # Looking into every sandbox costs more than one look at the machine: if it has lost no memory to speak
-        # of, then no sandbox has taken any.
+        # Looking into every sandbox costs more than one look at the machine: if it has lost no memory to
+        # speak of, then no sandbox has taken any.
         boxes, now = list(live), available()
         look = now < before - (64 << 20) or tick % 20 == 0
         before = now if look else max(now, before)

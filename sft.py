@@ -44,16 +44,17 @@ def load_samples(args, chat: rollout.Chat) -> list[dict]:
                     ids, mask = chat.assemble(messages, cut=record.get("end") in ("length", "context"))
                 elif ids[: mask.index(1)] != chat.prompt_ids(messages[:2]):
                     raise ValueError(
-                        f"{path}: the token ids of {record['task_id']} do not come from this model's tokenizer "
-                        "and template; train the model that sampled them"
+                        f"{path}: the token ids of {record['task_id']} do not come from this model's "
+                        "tokenizer and template; train the model that sampled them"
                     )
                 if 1 not in mask[: args.max_length]:
-                    raise ValueError(f"--max-length {args.max_length} leaves nothing to learn of {record['task_id']}")
+                    raise ValueError(f"--max-length {args.max_length} leaves nothing to learn "
+                                     f"of {record['task_id']}")
                 dropped["cut"] += len(ids) > args.max_length
                 samples.append({"ids": ids[: args.max_length], "mask": mask[: args.max_length]})
     print(
-        f"{len(samples)} rollouts; left out: {dropped['infra_error']} infra errors, {dropped['unparsed']} with "
-        f"an unparsed tool call, {dropped['unsuccessful']} unsuccessful; {dropped['cut']} cut at "
+        f"{len(samples)} rollouts; left out: {dropped['infra_error']} infra errors, {dropped['unparsed']} "
+        f"with an unparsed tool call, {dropped['unsuccessful']} unsuccessful; {dropped['cut']} cut at "
         f"{args.max_length} tokens"
     )
     if not samples:
@@ -139,7 +140,8 @@ def train(args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     # what
     parser.add_argument("--model", required=True, help="checkpoint folder to start from")
     parser.add_argument("--rollouts", required=True, nargs="+", help="rollouts.jsonl, one or several")

@@ -6127,7 +6127,8 @@ class VllmServer:
 
 @pytest.fixture(scope="session")
 def vllm(warm, folders, tmp_path_factory):
-    """Three servers: `tied` and `untied` serve one tied model, `odd` another one, with settings that do not fit.
+    """Four servers: `tied` and `untied` serve one tied model, `odd` another one, with settings that do not fit, and
+    `long` the first again, for prompts longer than it was made for.
 
     VLLM_PYTHON is the interpreter of an environment with requirements-vllm.txt. """
     python = os.environ.get("VLLM_PYTHON")
@@ -6144,6 +6145,8 @@ def vllm(warm, folders, tmp_path_factory):
         "untied": VllmServer(python, model, folder / "untied.log", *fits, "--hf-overrides",
                              '{"tie_word_embeddings": false}'),
         "odd": VllmServer(python, folders["xml"], folder / "odd.log", "--max-model-len", "64"),
+        "long": VllmServer(python, model, folder / "long.log", "--max-model-len", "32768", "--hf-overrides",
+                           '{"max_position_embeddings": 32768}'),
     }
     try:
         for server in servers.values():
@@ -6188,6 +6191,16 @@ def probe_of(model, prompt):
     with torch.no_grad():
         logprobs = dppo.token_logprobs(model, torch.tensor([prompt]), torch.ones(1, len(prompt)))[0]
     return prompt, logprobs[0, 1:].tolist()
+
+
+def test_vllm_garbage_of_a_tiny_model_makes_no_task(vllm, bases, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "tasks.jsonl"
+    code, said = cli(capsys, monkeypatch, gen, "make", "--n", 6, "--preset", "rl_v2", "--base-url", f"{vllm.long.url}/v1",
+                     "--model", vllm.model, "--base", BASE, "--max-reply-tokens", 300, "--repairs", 1, "--out", out)
+    assert "6 dropped" in said and "0 kept" in said and str(code).startswith("gen.py make: no task was kept"), (code, said)
+    dropped = dropped_of(out)
+    assert len(dropped) == 6 and read_jsonl(out) == [] and all(row["detail"] and row["reply"] for row in dropped.values())
+    assert {row["reason"] for row in dropped.values()} <= {"format", "cut"}, dropped
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

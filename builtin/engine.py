@@ -32,9 +32,9 @@ class TorchEngine:
     """Samples in process: requests from many threads are stepped together, with a KV cache, one wave at a
     time.
 
-    A wave is made of the requests of similar length that wait when the last one ends: one row of 10,000 tokens
-    would pad all others to its length. A row that is done leaves at once, so that its command runs in a sandbox
-    while the others are stepped further.
+    A wave is made of the requests of similar length that wait when the last one ends: one row of 10,000
+    tokens would pad all others to its length. A row that is done leaves at once, so that its command runs in
+    a sandbox while the others are stepped further.
 
     model: this engine's own copy of the weights (see `load`). eos_ids: tokens that end a turn. """
 
@@ -132,11 +132,15 @@ class TorchEngine:
                         row.past = None
                 keys = [id(row) if row.past else tuple(row.ids) for row in rows]
                 unique = dict(zip(keys, rows))
-                cache, past_mask = join_pasts([row.past for row in unique.values()], self.model)  # mask (P, past)
+                cache, past_mask = join_pasts(
+                    [row.past for row in unique.values()], self.model
+                )  # mask (P, past)
                 fresh = [row.ids[row.past[1] if row.past else 0 :] for row in unique.values()]
                 width = max(map(len, fresh))
                 ids = tensor([[0] * (width - len(new)) + new for new in fresh])  # (P, T), left-padded
-                mask = tensor([m + [0] * (width - len(new)) + [1] * len(new) for m, new in zip(past_mask, fresh)])
+                mask = tensor(
+                    [m + [0] * (width - len(new)) + [1] * len(new) for m, new in zip(past_mask, fresh)]
+                )
                 positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -width:]
                 logits, cache, version = self._forward(ids, mask, positions, cache)
             place = {key: i for i, key in enumerate(unique)}

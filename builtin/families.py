@@ -9,7 +9,7 @@ the same inside JSON), files of a few short lines, and nothing to type but the f
 copied from the instruction or from what a command printed. All variable words come from one pool, so that the
 tokenizer can give each of them a single token.
 
-The demonstrator is fallible on purpose: 3 of 5 demonstrations make one of the family's mistakes, each a
+The demonstrator is fallible on purpose: 2 of 3 demonstrations make one of the family's mistakes, each a
 choice at one point of the right way (submit early, `wc -c` for `wc -l`, `cp` for `mv`, look and not act). SFT
 imitates the mistakes too; RL, which sees only the outcome, has to weed them out.
 """

@@ -1,4 +1,4 @@
-"""The demo's model: a Qwen3 of 0.65 M parameters and its tokenizer, made from demonstrations, as a checkpoint.
+"""The demo's model as a checkpoint: a Qwen3 of 0.65 M parameters and its tokenizer, made from demonstrations.
 
     python builtin/tiny.py --rollouts demos.jsonl --out tiny
 
@@ -6,12 +6,13 @@ An ordinary folder comes out, which transformers and vLLM load; nothing else in 
 special. Three choices let so small a model learn from scratch in minutes on two CPU cores:
 
 - One word, one token. An agent copies: the file name in the instruction goes into the command. A word never
-  carries its leading space, so it has the same id in a sentence, in a path and in an output. Digits are single.
+  carries its leading space, so it has the same id in a sentence, in a path and in an output.
+  Digits are single.
 - What never varies is one token: the system block, the frame of a tool call, the submission. The model has no
   English to learn from them, and an episode is some 60 tokens long instead of 500.
 - Mimetic initialisation: in every layer W_k = W_q and W_o = transpose of W_v. Attention then looks at equal
-  tokens and passes on what it finds, which is most of copying; from the usual random start that takes far longer
-  to appear.
+  tokens and passes on what it finds, which is most of copying; from the usual random start that takes far
+  longer to appear.
 """
 
 import argparse
@@ -59,7 +60,8 @@ CONTROL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 
 
 def make_tokenizer(rollouts: list[dict], vocab_size: int):
-    """A byte-level BPE tokenizer of at most vocab_size tokens: any text goes through it, frequent words whole."""
+    """A byte-level BPE tokenizer of at most vocab_size tokens:
+    any text goes through it, frequent words whole. """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -73,14 +75,18 @@ def make_tokenizer(rollouts: list[dict], vocab_size: int):
         vocab_size=256 + len(CONTROL), special_tokens=CONTROL, show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    bpe.train_from_iterator([], trainer)  # the bytes alone; the words follow, without the stumps of BPE's merges
+    # the bytes alone; the words follow, without the stumps of BPE's merges
+    bpe.train_from_iterator([], trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
-    for unit in constant_units(tokenizer):  # those that hold control tokens are special: outputs cannot spell them
+    # the units that hold control tokens are special: outputs cannot spell them
+    for unit in constant_units(tokenizer):
         tokenizer.add_tokens([AddedToken(unit, normalized=False, special="<|im_" in unit)])
-    counts = Counter(word for r in rollouts for text in variable_texts(r["messages"]) for word in WORD.findall(text))
+    counts = Counter(
+        word for r in rollouts for text in variable_texts(r["messages"]) for word in WORD.findall(text)
+    )
     words = [word for word, n in counts.most_common(vocab_size - len(tokenizer)) if n > 2]
     tokenizer.add_tokens([AddedToken(word, normalized=False, single_word=True) for word in words])
     return tokenizer
@@ -142,8 +148,10 @@ def make_model(tokenizer, seed: int):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rollouts", required=True, help="rollouts.jsonl whose words the tokenizer must know")
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", required=True,
+                        help="rollouts.jsonl whose words the tokenizer must know")
     parser.add_argument("--out", required=True, help="checkpoint folder")
     parser.add_argument("--vocab-size", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,9 +1,9 @@
 """Measurements that the README quotes, each a pair: ours, and what one would use otherwise.
 
-    python extras/bench.py shell                            # a command in a sandbox: ours against docker exec
-    python extras/bench.py rollouts --model M --tasks T     # episodes at once: the harness against its engine alone
-    python extras/bench.py head                             # log-probs of a long sequence: ours against log-softmax
-    torchrun --nproc-per-node 1 extras/bench.py gpu         # a GPU: one pass of a large model with each kind of head
+    python extras/bench.py shell                         # a command in a sandbox: ours against docker exec
+    python extras/bench.py rollouts --model M --tasks T  # episodes at once: harness against its engine alone
+    python extras/bench.py head                          # long-sequence log-probs: ours against log-softmax
+    torchrun --nproc-per-node 1 extras/bench.py gpu      # a GPU: a large model's pass with each kind of head
 
 Every variant whose memory is measured runs in a process of its own. """
 
@@ -207,7 +207,8 @@ def gpu(args):
     cuda = device.type == "cuda"
     config = Qwen3Config(vocab_size=args.vocabulary, hidden_size=args.hidden, num_hidden_layers=args.layers,
                          intermediate_size=args.hidden * 19 // 5, num_attention_heads=args.hidden // 80,
-                         num_key_value_heads=max(1, args.hidden // 320), head_dim=128, tie_word_embeddings=True)
+                         num_key_value_heads=max(1, args.hidden // 320), head_dim=128,
+                         tie_word_embeddings=True)
     with device:
         model = Qwen3ForCausalLM(config).train()
     model.gradient_checkpointing_enable()
@@ -247,7 +248,8 @@ def gpu(args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="command")
 
     p = commands.add_parser("shell", help="starting a sandbox and running a command, against docker exec")
@@ -270,7 +272,8 @@ def main():
     p.set_defaults(function=rollouts_one)
 
     p = commands.add_parser("head", help="log-probs through the LM head: time and memory")
-    p.add_argument("--tokens", type=int, default=4096, help="of the pair; ours also at 4 and 16 times as many")
+    p.add_argument("--tokens", type=int, default=4096,
+                   help="of the pair; ours also at 4 and 16 times as many")
     p.add_argument("--vocabulary", type=int, default=151_936)
     p.add_argument("--hidden", type=int, default=1024)
     p.add_argument("--threads", type=int, default=2)

@@ -24,7 +24,8 @@ LOGPROBS = ("logprobs", "trainer_logprobs")
 
 
 def write_page(source: str, path: str, tokenizer_folder: str | None = None) -> str:
-    """Writes the page of a rollouts or eval file; returns a line about it. ValueError if there is none to show.
+    """Writes the page of a rollouts or eval file; returns a line about it.
+    ValueError if there is none to show.
 
     Tokens are shaded where a tokenizer says what they are: that of `tokenizer_folder`, or of the records'
     model. Of a long training run take the last episodes: tail -n 2000 rollouts.jsonl > last.jsonl. """
@@ -70,7 +71,8 @@ def write_page(source: str, path: str, tokenizer_folder: str | None = None) -> s
 
 
 def element(id: str, value) -> str:
-    """A value as an element that no browser runs: JSON, gzipped, in base64. NaN and infinities become null."""
+    """A value as an element that no browser runs: JSON, gzipped, in base64.
+    NaN and infinities become null. """
 
     def finite(x):
         if isinstance(x, dict):
