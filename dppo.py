@@ -549,8 +549,11 @@ def train(args):
 
         def play(task, group, sample, seed=None, grade="submitted"):
             seed = rollout.derive_seed(args.seed, group) if seed is None else seed
-            return rollout.run_episode(task, engine, chat, sampling, seed=seed, group=group, sample=sample,
-                                       model=args.model, backend=backend, grade=grade)
+            record = rollout.run_episode(task, engine, chat, sampling, seed=seed, group=group, sample=sample,
+                                         model=args.model, backend=backend, grade=grade)
+            if args.binary and record["reward"] is not None:
+                record["reward"] = float(record["reward"] >= 1)
+            return record
 
     policy = shard(model.train())
     betas = (args.beta1, args.beta2)
@@ -756,6 +759,7 @@ def main():
     parser.add_argument("--max-refill", type=int, default=8, help="batches of dropped groups, at most")
     parser.add_argument("--workers", type=int, default=128, help="episodes at the same time")
     parser.add_argument("--backend", default="auto", choices=["auto", "docker", "bwrap"])
+    parser.add_argument("--binary", action="store_true", help="a graded reward below 1 counts as 0")
     rollout.add_sampling_flags(parser)
     # objective
     parser.add_argument("--loss", default="dppo", choices=["dppo", "grpo", "reinforce"])

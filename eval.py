@@ -127,8 +127,10 @@ def build_images(tasks: list[dict], backend: str, tries: int) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def read_rows(paths: list[str]) -> dict[str, list[dict]]:
-    """Eval rows by model, in order of appearance. ValueError for what cannot be counted."""
+def read_rows(paths: list[str], binary: bool = False) -> dict[str, list[dict]]:
+    """Eval rows by model, in order of appearance. ValueError for what cannot be counted.
+
+    binary: rewards below 1 count as 0, so that a graded verifier only says solved or not. """
     by_model = defaultdict(dict)
     for path in paths:
         for where, row in harbor_rows(path) if os.path.isdir(path) else jsonl_rows(path):
@@ -146,7 +148,7 @@ def read_rows(paths: list[str]) -> dict[str, list[dict]]:
             if rows.get(key, {}).get("reward") is not None:
                 what = f"attempt {attempt} of {row['task_id']} by {row['model']}"
                 raise ValueError(f"{where}: {what} is there twice")
-            rows[key] = row
+            rows[key] = row | {"reward": float(reward >= 1)} if binary and reward is not None else row
     if not by_model:
         raise ValueError(f"no rows in {', '.join(map(str, paths))}")
     return {model: list(rows.values()) for model, rows in by_model.items()}
@@ -249,9 +251,9 @@ def percent(x) -> str:
     return "n/a" if x is None else f"{100 * x:.2f}%"
 
 
-def print_report(paths: list[str], as_json: bool = False):
+def print_report(paths: list[str], as_json: bool = False, binary: bool = False):
     """The statistics of each model; with as_json one JSON object a line and nothing else."""
-    by_model = read_rows(paths)
+    by_model = read_rows(paths, binary)
     every = [statistics(rows) for rows in by_model.values()]
     if as_json:
         for s in every:
@@ -315,10 +317,10 @@ def print_details(model: str, rows: list[dict]):
 # ------------------------------------------------------------------------------------------------------------
 
 
-def rows_of_one(source: str) -> list[dict]:
+def rows_of_one(source: str, binary: bool = False) -> list[dict]:
     """The rows of PATH, or of PATH:MODEL where it holds several models."""
     path, _, model = (source, "", "") if os.path.exists(source) else source.partition(":")
-    by_model = read_rows([path])
+    by_model = read_rows([path], binary)
     if not model and len(by_model) > 1:
         raise ValueError(f"{path} holds several models; say {path}:MODEL, one of {', '.join(by_model)}")
     if model and model not in by_model:
@@ -359,7 +361,7 @@ def paired(a: list[dict], b: list[dict], resamples: int = 10_000, seed: int = 0)
 
 
 def compare(args):
-    a, b = rows_of_one(args.a), rows_of_one(args.b)
+    a, b = rows_of_one(args.a, args.binary), rows_of_one(args.b, args.binary)
     c = paired(a, b)
     points = lambda x: "n/a" if x is None else f"{100 * x:+.2f}"  # noqa: E731
     print(f"A: {a[0]['model']}  mean {percent(c['mean_a'])}")
@@ -445,11 +447,13 @@ def main():
     p = commands.add_parser("report", help="means, errors and pass@k")
     p.add_argument("files", nargs="+", help="eval files, or folders of Harbor job results")
     p.add_argument("--json", action="store_true", help="one JSON object a model")
-    p.set_defaults(function=lambda args: print_report(args.files, args.json))
+    p.add_argument("--binary", action="store_true", help="a reward below 1 counts as 0")
+    p.set_defaults(function=lambda args: print_report(args.files, args.json, args.binary))
 
     p = commands.add_parser("compare", help="is B better than A? Paired by task")
     p.add_argument("a", help="eval file or Harbor job folder; FILE:MODEL where it holds several models")
     p.add_argument("b")
+    p.add_argument("--binary", action="store_true", help="a reward below 1 counts as 0")
     p.set_defaults(function=compare)
 
     p = commands.add_parser("plot", help="training curves and pass@k, several runs over each other")

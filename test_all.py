@@ -2934,6 +2934,15 @@ def dppo_flags(start, tasks, out, **more):
             *[x for k, v in flags.items() for x in (f"--{k}", v)]]
 
 
+def test_binary_trains_on_solved_or_not(warm, tmp_path, capsys, monkeypatch):
+    half = REWARD_DONE + "\n[ $(cat /logs/verifier/reward.txt) = 1 ] || echo .5 >/logs/verifier/reward.txt"
+    tasks = write_jsonl(tmp_path / "tasks.jsonl", [bash_task(f"t-{i}", half) for i in range(4)])
+    for flags, lowest in (([], 0.5), (["--binary"], 0)):
+        out = tmp_path / f"run{len(flags)}"
+        assert cli(capsys, monkeypatch, dppo, *dppo_flags(warm, tasks, out, steps=1), *flags)[0] == 0
+        assert {r["reward"] for r in read_jsonl(out / "rollouts.jsonl")} == {lowest, 1}
+
+
 def check_run(out, steps, lag, group_size=6):
     """What holds for the files of every run."""
     metrics, rollouts = read_jsonl(out / "metrics.jsonl"), read_jsonl(out / "rollouts.jsonl")
@@ -5778,6 +5787,14 @@ def test_a_single_turn_by_tokens(name, folders):
 def answers_of(questions):
     with tempfile.TemporaryDirectory() as folder:
         return answers.answer_tasks(write_jsonl(Path(folder) / "q.jsonl", questions))
+
+
+def test_binary_statistics(tmp_path, capsys, monkeypatch):
+    a, b = (write_jsonl(tmp_path / name, [{"model": name, "task_id": f"t-{i}", "attempt": 0, "reward": r} for i, r in enumerate(rewards)])
+            for name, rewards in (("a", [0.5, 1, None]), ("b", [0.25, 1, 0.9])))
+    for flags, mean in (([], 0.5), (["--binary"], 1 / 3)):
+        assert json.loads(cli(capsys, monkeypatch, evaluation, "report", "--json", a, *flags)[1])["mean"] == pytest.approx(mean)
+    assert "+0.00 points" in cli(capsys, monkeypatch, evaluation, "compare", a, b, "--binary")[1]
 
 
 @pytest.mark.parametrize("questions, flags, named", [
