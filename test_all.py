@@ -6116,7 +6116,7 @@ class VllmServer:
             self.port = s.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{self.port}", log
         self.command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(self.port),
-                        "--dtype", "float32", "--enforce-eager", *flags]
+                        "--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill", *flags]
         self.start()
 
     def start(self):
@@ -6162,8 +6162,8 @@ def vllm(warm, folders, tmp_path_factory):
         "untied": VllmServer(python, model, folder / "untied.log", *fits, "--hf-overrides",
                              '{"tie_word_embeddings": false}'),
         "odd": VllmServer(python, folders["xml"], folder / "odd.log", "--max-model-len", "64"),
-        "long": VllmServer(python, model, folder / "long.log", "--max-model-len", "32768", "--hf-overrides",
-                           '{"max_position_embeddings": 32768}'),
+        "long": VllmServer(python, model, folder / "long.log", "--max-model-len", "32768", "--max-num-batched-tokens",
+                           "32768", "--hf-overrides", '{"max_position_embeddings": 32768}'),
     }
     try:
         for server in servers.values():
@@ -6280,6 +6280,12 @@ def test_vllm_episodes_stay_on_their_server_and_new_ones_go_where_there_is_room(
     assert {engine.generate(prompt, 5, s, Sampling()).past.url for s in range(4)} == {vllm.tied.url}
 
 
+def generated_by(server):
+    """Tokens that a server has sampled since its start."""
+    found = re.findall(r"(?m)^vllm:generation_tokens_total\{.*\} (\S+)$", requests.get(f"{server.url}/metrics", timeout=10).text)
+    return sum(map(float, found))
+
+
 def test_vllm_a_push_reaches_turns_in_flight_and_leaves_nothing_of_the_old_weights(vllm, tmp_path):
     """CASES 31. A long turn goes on over two pushes: each of its tokens has the log-prob of the weights of its time,
     and the versions say so. The prompt's keys and values are the new weights' afterwards."""
@@ -6291,8 +6297,12 @@ def test_vllm_a_push_reaches_turns_in_flight_and_leaves_nothing_of_the_old_weigh
     with ThreadPoolExecutor(4) as pool:
         for abort in (False, True):
             engine.abort = abort
-            long = [pool.submit(engine.generate, prompt, 400, seed, Sampling()) for seed in range(4)]
-            time.sleep(1.0)
+            before = list(map(generated_by, (vllm.tied, vllm.untied)))
+            long = [pool.submit(engine.generate, prompt, 800, seed, Sampling()) for seed in range(4)]
+            deadline = time.monotonic() + 60
+            while not all(generated_by(s) > n + 40 for s, n in zip((vllm.tied, vllm.untied), before)):
+                assert time.monotonic() < deadline, "the turns have not begun"
+                time.sleep(0.02)
             start = engine.servers[0].version
             engine.load(models[start + 1].state_dict(), start + 1, probe_of(models[start + 1], prompt))
             for turn in (f.result() for f in long):
@@ -6301,7 +6311,7 @@ def test_vllm_a_push_reaches_turns_in_flight_and_leaves_nothing_of_the_old_weigh
                     assert turn.versions == (start + 1, start + 1) and near[start + 1].all()
                 else:
                     switch = (~near[start]).nonzero()[0].item()
-                    assert turn.versions == (start, start + 1) and 0 < switch < 400 and near[start + 1][switch:].all()
+                    assert turn.versions == (start, start + 1) and 0 < switch < 800 and near[start + 1][switch:].all()
     turn = engine.generate(prompt, 30, 7, Sampling())
     assert (torch.tensor(turn.logprobs) - logprobs_of(models[2], prompt, turn)).abs().max() < 1e-3
 
