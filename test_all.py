@@ -3849,7 +3849,7 @@ def test_what_a_debug_trap_prints_is_no_control_message(box, trap):
 STOLEN = "read -r -d '' -u 10 nonce; "       # the shell's own stdin, which bash keeps on 10 meanwhile
 
 
-@pytest.mark.parametrize("numbers", ["inf 1 1 1 1 1/1 1", "nan 1 1 1 1 1/1 1", "1 1 1 1 1 1/1 " + "9" * 5000, "1e999 1 1 1 1 1/1 1", "1 1 1 1 1 1/1 inf"])
+@pytest.mark.parametrize("numbers", ["inf 1 1 1 1 1/1 1", "nan 1 1 1 1 1/1 1", "1 1 1 1 1 1/1 " + "9" * 5000])
 def test_a_forged_end_of_a_command_hurts_the_agent_alone(box, numbers):
     try:
         box.run(STOLEN + f"printf '\\0E0 hB %s {numbers}\\n/\\n\\0' $nonce >/proc/1/fd/3; printf %s $nonce; sleep .5", timeout=3)
