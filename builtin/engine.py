@@ -132,15 +132,13 @@ class TorchEngine:
                         row.past = None
                 keys = [id(row) if row.past else tuple(row.ids) for row in rows]
                 unique = dict(zip(keys, rows))
-                cache, past_mask = join_pasts(
-                    [row.past for row in unique.values()], self.model
-                )  # mask (P, past)
+                pasts = [row.past for row in unique.values()]
+                cache, past_mask = join_pasts(pasts, self.model)  # mask (P, past)
                 fresh = [row.ids[row.past[1] if row.past else 0 :] for row in unique.values()]
                 width = max(map(len, fresh))
                 ids = tensor([[0] * (width - len(new)) + new for new in fresh])  # (P, T), left-padded
-                mask = tensor(
-                    [m + [0] * (width - len(new)) + [1] * len(new) for m, new in zip(past_mask, fresh)]
-                )
+                mask = tensor([m + [0] * (width - len(new)) + [1] * len(new)
+                               for m, new in zip(past_mask, fresh)])
                 positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -width:]
                 logits, cache, version = self._forward(ids, mask, positions, cache)
             place = {key: i for i, key in enumerate(unique)}

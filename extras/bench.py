@@ -28,11 +28,22 @@ def in_a_process(*argv) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def timed(function, *args) -> tuple:
+    """(seconds, what it returned)"""
+    start = time.perf_counter()
+    result = function(*args)
+    return time.perf_counter() - start, result
+
+
 # ------------------------------------------------------------------------------------------------------------
 # shell
 # ------------------------------------------------------------------------------------------------------------
 
 COMMANDS = [":", "ls /", "python3 -c 1"]
+
+
+def docker(*words) -> str:
+    return subprocess.run(["docker", *words], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def shell(args):
@@ -50,9 +61,8 @@ def shell(args):
             continue
         starts = []
         for _ in range(args.starts):
-            start = time.perf_counter()
-            box = Sandbox(task, backend).start()
-            starts.append(time.perf_counter() - start)
+            seconds, box = timed(lambda: Sandbox(task, backend).start())
+            starts.append(seconds)
             box.close()
         boxes[f"ours, {backend}"] = Sandbox(task, backend).start()
         rows[f"ours, {backend}"] = [starts]
@@ -60,21 +70,16 @@ def shell(args):
     if "ours, docker" in boxes:
         container, starts = boxes["ours, docker"].box.container, []
         for _ in range(args.starts):
-            start = time.perf_counter()
-            id = subprocess.run(["docker", "run", "-d", "--network=none", "tmax-base:core", "sleep", "60"],
-                                capture_output=True, text=True, check=True).stdout.strip()
-            starts.append(time.perf_counter() - start)
-            subprocess.run(["docker", "rm", "-f", id], capture_output=True, check=True)
+            seconds, id = timed(docker, "run", "-d", "--network=none", "tmax-base:core", "sleep", "60")
+            starts.append(seconds)
+            docker("rm", "-f", id)
         rows["docker run, docker exec"] = [starts]
-        runs["docker run, docker exec"] = lambda command: subprocess.run(
-            ["docker", "exec", container, "bash", "-c", command], capture_output=True, check=True)
+        runs["docker run, docker exec"] = lambda command: docker("exec", container, "bash", "-c", command)
     for command in COMMANDS:
         times = {name: [] for name in runs}
         for _ in range(args.commands):
             for name, run in runs.items():
-                start = time.perf_counter()
-                run(command)
-                times[name].append(time.perf_counter() - start)
+                times[name].append(timed(run, command)[0])
         for name in runs:
             rows[name].append(times[name])
     print(f"{'milliseconds, median':<26}{'start':>8}" + "".join(f"{command:>14}" for command in COMMANDS))
@@ -131,13 +136,9 @@ def rollouts_one(args):
             past = engine.generate(ids, limit, seed, sampling, past).past
 
     count, before = max(128, 2 * args.n), memory("VmRSS")
-    start = time.perf_counter()
-    episodes = list(rollout.run_jobs(range(count), play, args.n))
-    played = time.perf_counter() - start
+    played, episodes = timed(lambda: list(rollout.run_jobs(range(count), play, args.n)))
     peak = memory("VmHWM")
-    start = time.perf_counter()
-    list(rollout.run_jobs(episodes, replay, args.n))
-    alone = time.perf_counter() - start
+    alone, _ = timed(lambda: list(rollout.run_jobs(episodes, replay, args.n)))
     tokens = sum(limit for asked in episodes for _, limit, _ in asked)
     print(json.dumps({"episodes": count / played, "tokens": tokens / played, "alone": tokens / alone,
                       "bytes": peak - before}))

@@ -238,12 +238,13 @@ def main():
     checks = declared["checks"]
     for i, check in enumerate(checks):
         examine(i, check)
-    ports, deadline = {check["port"] for check in checks}, time.monotonic() + declared["wait_s"]
+    ports = {check["port"] for check in checks}
     if declared["start"]:
         answered = any([opens(port, 0) for port in ports])
         wait = start(declared["start"])
         if answered:
             wait(declared["wait_s"])
+    deadline = time.monotonic() + declared["wait_s"]
     for port in ports:
         opens(port, deadline)
     passed = 0
