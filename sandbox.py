@@ -24,6 +24,7 @@ from typing import NamedTuple
 LIMITS = dict(agent_s=3600, verifier_s=600, command_s=120, cpus=1, memory_mb=2048, network=False)
 PROCESSES, DISK_MB = 512, 1024  # the limits that no task sets; under bubblewrap DISK_MB is each folder's
 BUILD_S = 600                           # of a RUN step under bubblewrap; of an image's build
+STOP_S, RESTORE_S = 10, 20              # how long a shell may take to be stopped (three tries), and to come back
 HEAD = TAIL = 5000                      # characters kept of an output's two ends
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 RESTARTED = "[shell restarted: directory and exported variables are kept, the rest is lost]"
@@ -249,9 +250,9 @@ def once(key, make):
 # nonce that ends the output is read only when the command is over: no command prints it by accident, and one
 # that goes and takes it deceives itself alone. The for loop is there for a stray break. On the way out (exit,
 # set -e, SIGPWR at a timeout) the EXIT trap tells directory and exports, over process 1's copy of the control
-# stream. A shell without its descriptors ends, and a new one comes; if it was process 1's input that ended,
-# so does everything. All in one line, so that the line numbers in error messages are those of the agent's
-# command.
+# stream. A shell without its descriptors, or out of step with its frames (continue 9), ends, and a new one
+# comes; if it was process 1's input that ended, so does everything. All in one line, so that the line numbers
+# in error messages are those of the agent's command.
 WORKER = r"""set +p; unset -v REPLY; exec 199>&1 198>&2 >/dev/null 2>&1; trap 'exit 124' PWR;
 trap '{ builtin printf "\0S%q\n" "${PWD-/}" >/proc/1/fd/3; builtin declare -px >/proc/1/fd/3;
   builtin printf "\0" >/proc/1/fd/3; } 2>/dev/null' EXIT;
@@ -261,7 +262,8 @@ while builtin read -r -d '' || [[ $? -gt 128 ]] ||
     case $REPLY in
       run:000:*) builtin eval "${REPLY:8}" </dev/null >&199 2>&1 198>&- 199>&- ;;
       run:*) (builtin exit "${REPLY:4:3}") || builtin eval "${REPLY:8}" </dev/null >&199 2>&1 198>&- 199>&- ;;
-      *) builtin continue 2 ;;
+      ''|new) builtin continue 2 ;;
+      *) builtin exit ;;
     esac;
   done;
   REPLY="$? $-"; set +x;
@@ -272,11 +274,11 @@ while builtin read -r -d '' || [[ $? -gt 128 ]] ||
   builtin declare -px >&198; builtin printf '\0' >&198;
 done""".replace("\n", " ")
 
-# Process 1: fills the file system, keeps a shell alive, reaps orphans (bash does while it waits), and at
-# SIGPWR kills what the current command has started. From inside only TERM can end it, and the sandbox with
-# it. sweep kills what is younger than the command (by start time in ticks, then pid), except children of
-# older jobs; all are stopped first, until no new ones appear, so that no fork bomb outruns it. It uses
-# builtins alone: there may be no process left to have.
+# Process 1: fills the file system, starts a shell when told so (frames that come before are the last one's),
+# reaps orphans (bash does while it waits), and at SIGPWR kills what the current command has started. From
+# inside only TERM can end it, and the sandbox with it. sweep kills what is younger than the command (by start
+# time in ticks, then pid), except children of older jobs; all are stopped first, until no new ones appear, so
+# that no fork bomb outruns it. It uses builtins alone: there may be no process left to have.
 INIT = r"""
 [[ -z $1 ]] || { tar -xiopf - -C / <&"$1" && eval "exec $1<&-"; } || exit 1
 [[ -d $2 ]] || mkdir -p "$2"; cd "$2" || exit 1
@@ -308,7 +310,8 @@ sweep() {
   done
   kill -KILL "${victims[@]}"
 }
-while :; do
+while read -r -d '' || [[ $? -gt 128 ]]; do
+  [[ $REPLY == new ]] || continue
   REPLY=$worker bash --norc --noprofile -pc 'eval "$REPLY"' bash 2>&3 3>&- &
   w=$! asked=
   while wait "$w"; s=$?; kill -0 "$w"; do
@@ -504,6 +507,7 @@ class Sandbox:
         live.add(self.box)
         try:
             self.channel = self.box.start()
+            self.channel.outbox += b"new\0"
             if self._frame(b":", Capture(), time.monotonic() + 60) != "end":
                 raise InfraError("the sandbox's shell did not come up within 60 s")
             self.box.up = True
@@ -590,7 +594,7 @@ class Sandbox:
         for _ in range(3):
             self.channel.outbox += b"kill:%s\0" % self.mark  # it waits for this a second after the signal
             self.box.interrupt()
-            if self._await(None, capture, time.monotonic() + 10) == "died":
+            if self._await(None, capture, time.monotonic() + STOP_S) == "died":
                 return
         self._die(SandboxKilled("its processes cannot be stopped (process limit)"))
 
@@ -598,7 +602,8 @@ class Sandbox:
         """The new shell gets the old one's directory and exports; its end marker ends that one's output."""
         folder, _, exports = self.snapshot.partition(b"\n")
         self.status, self.flags = 0, ""
-        if self._frame(b"builtin cd -- %s\n%s" % (folder, exports), capture, time.monotonic() + 20) != "end":
+        self.channel.outbox += b"new\0"
+        if self._frame(b"builtin cd -- %s\n%s" % (folder, exports), capture, time.monotonic() + RESTORE_S) != "end":
             self._die(SandboxKilled("its shell does not come back (process limit)"))
         return True
 
