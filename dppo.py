@@ -261,6 +261,18 @@ def shard(model) -> Policy:
     return policy
 
 
+def offload_activations(model):
+    """Keeps what the layers save for backward in the CPU's memory: with gradient checkpointing their inputs,
+    2 * d bytes a layer and token in bf16."""
+    forward = model.base_model.forward
+
+    def offloaded(*args, **kwargs):
+        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return forward(*args, **kwargs)
+
+    model.base_model.forward = offloaded
+
+
 def full_weights(policy) -> dict[str, torch.Tensor]:
     """The whole model's weights on rank 0's CPU, gathered one by one. Every rank must call it."""
     weights = {}
@@ -545,7 +557,7 @@ def train(args):
             push_dir = Path(args.push_dir or out, f"tmax-{rollout.derive_seed(str(out.resolve()))}")
             atexit.register(shutil.rmtree, push_dir, ignore_errors=True)
             engine = rollout.VllmEngine(args.engine.split(","), args.model, chat, ends, sampling, push_dir,
-                                        args.abort_in_flight)
+                                        args.abort_in_flight, args.nccl)
 
         def play(task, group, sample, seed=None, grade="submitted"):
             seed = rollout.derive_seed(args.seed, group) if seed is None else seed
@@ -555,6 +567,8 @@ def train(args):
                 record["reward"] = float(record["reward"] >= 1)
             return record
 
+    if args.offload_activations:
+        offload_activations(model)
     policy = shard(model.train())
     betas = (args.beta1, args.beta2)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=betas, weight_decay=0.0)
@@ -750,6 +764,8 @@ def main():
     parser.add_argument("--max-batch", type=int, default=256, help="sequences torch steps together")
     parser.add_argument("--push-dir", default="/dev/shm" if os.path.isdir("/dev/shm") else None,
                         help="folder through which weights go to vLLM; servers elsewhere need a shared one")
+    parser.add_argument("--nccl", action="store_true",
+                        help="weights go to vLLM from rank 0's GPU instead (not yet run on a GPU)")
     parser.add_argument("--abort-in-flight", action="store_true",
                         help="a push makes vLLM start turns in flight again, instead of going on with them")
     # rollouts (Table 13)
@@ -773,6 +789,8 @@ def main():
     parser.add_argument("--grad-clip", type=float, default=1.0)
     parser.add_argument("--micro-batch-tokens", type=int, default=65_536 + 2_048, help="padded tokens a pass")
     parser.add_argument("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--offload-activations", action="store_true",
+                        help="layers' inputs wait for backward in the CPU's memory: longer episodes fit")
     # evaluation and checkpoints
     parser.add_argument("--eval-tasks", help="held-out tasks.jsonl; the best checkpoint by pass@1 is kept")
     parser.add_argument("--eval-every", type=int, default=100, help="steps")
@@ -785,6 +803,8 @@ def main():
             raise ValueError("--group-size: at least 2, as an advantage is a reward minus its group's mean")
         if args.deterministic and (args.engine != "torch" or args.lag):
             raise ValueError("--deterministic needs --engine torch and --lag 0: else timing decides")
+        if args.nccl and not torch.cuda.is_available():
+            raise ValueError("--nccl needs a GPU; without one the weights go through --push-dir")
         if args.keep < 1:
             raise ValueError("--keep: at least 1, the newest checkpoint")
         train(args)

@@ -17,6 +17,7 @@ chose.
 Left out: engines other than the in-process one, vLLM and chat APIs; tools other than bash. """
 
 import argparse
+import base64
 import contextlib
 import hashlib
 import itertools
@@ -29,7 +30,7 @@ import shutil
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -450,9 +451,10 @@ class VllmEngine:
     pauses_s = (1, 2, 4, 8, 16, 32, 60, 60)  # between tries: a restart takes a minute or two
 
     def __init__(self, urls: list[str], model: str, chat: Chat, ends: list[int], sampling: Sampling,
-                 push_dir: Path | None = None, abort: bool = False):
+                 push_dir: Path | None = None, abort: bool = False, nccl: bool = False):
         self.model, self.chat, self.ends, self.sampling = model, chat, ends, sampling
         self.push_dir = push_dir  # where `load` leaves weights for the servers, under the same path there
+        self.nccl = nccl  # whether `load` broadcasts them instead
         self.abort = abort  # whether `load` aborts the turns in flight, which then start again
         self.servers = [Server(url) for url in urls]
         self.lock = threading.Lock()  # guards the counts
@@ -523,16 +525,19 @@ class VllmEngine:
             tensors[name] = w.clone() if w.data_ptr() in seen else w
             seen.add(w.data_ptr())
         self.pushed_bytes = size = sum(w.numel() * w.element_size() for w in tensors.values())
-        self.push_dir.mkdir(parents=True, exist_ok=True)
-        if (free := shutil.disk_usage(self.push_dir).free) < size + 2**20:
-            raise OSError(f"--push-dir: {self.push_dir} has "
-                          f"{free >> 20} MB free for {size >> 20} MB of weights")
-        save_file(tensors, self.push_dir / "new", metadata={"format": "pt"})
+        if not self.nccl:
+            self.push_dir.mkdir(parents=True, exist_ok=True)
+            if (free := shutil.disk_usage(self.push_dir).free) < size + 2**20:
+                raise OSError(f"--push-dir: {self.push_dir} has "
+                              f"{free >> 20} MB free for {size >> 20} MB of weights")
+            save_file(tensors, self.push_dir / "new", metadata={"format": "pt"})
         with contextlib.ExitStack() as held:
             for server in self.servers:
                 held.enter_context(server.lock)
-            os.replace(self.push_dir / "new", self.push_dir / "model.safetensors")
+            if not self.nccl:
+                os.replace(self.push_dir / "new", self.push_dir / "model.safetensors")
             self.pushed = version, f"{os.getpid()}-{time.time_ns()}-{version}", probe
+            self.tensors = tensors if self.nccl else None
             for pause_s in (*self.pauses_s, None):
                 with ThreadPoolExecutor(len(self.servers)) as pool:
                     failures = [e for e in pool.map(self._try_push, self.servers) if e]
@@ -558,8 +563,11 @@ class VllmEngine:
             # the new weights.
             self._call(server, "/update_weight_version", {"new_version": f"{label}, loading"})
             self._call(server, f"/pause?mode={'abort' if self.abort else 'keep'}", {})
-            self._call(server, "/collective_rpc", {"method": "reload_weights",
-                                                   "kwargs": {"weights_path": str(self.push_dir.resolve())}})
+            if self.nccl:
+                self._broadcast(server)
+            else:
+                where = {"weights_path": str(self.push_dir.resolve())}
+                self._call(server, "/collective_rpc", {"method": "reload_weights", "kwargs": where})
             if not self._call(server, "/reset_prefix_cache?reset_running_requests=true", {})["success"]:
                 raise PushError(f"{server.url} did not drop the keys and values of the old weights")
             self._call(server, "/update_weight_version", {"new_version": label})
@@ -579,6 +587,39 @@ class VllmEngine:
             )
         server.version, server.label, server.scores, server.expected = version, label, scores, expected
         self._found(server)
+
+    def _broadcast(self, server: Server):
+        """Sends a paused server the weights from this GPU, by vLLM's own transfer API. Not yet run on a GPU.
+
+        Each push opens a communicator of its own, half a second's work: so a server that was restarted since
+        the last one is no special case. Both sides must enter it together, hence the thread. """
+        import torch
+        from torch.cuda import nccl
+
+        def ask(path, body):
+            asked = pool.submit(self._call, server, path, body)
+            if wait([asked], 2).done:  # refused; NCCL would wait for the other side for ever
+                asked.result()
+            return asked
+
+        device, unique_id, weights = torch.device("cuda"), nccl.unique_id(), self.tensors
+        ranks = 1 + self._call(server, "/get_world_size")["world_size"]
+        with ThreadPoolExecutor(1) as pool:
+            joined = ask("/init_weight_transfer_engine", {"init_info": {
+                "nccl_unique_id_b64": base64.b64encode(unique_id).decode(), "rank_offset": 1,
+                "world_size": ranks}})
+            comms = [nccl.init_rank(ranks, unique_id, 0)]
+            nccl.all_reduce([torch.zeros(1, device=device)], comms=comms)  # the server's side begins with one
+            joined.result()
+            self._call(server, "/start_weight_update", {})
+            sent = ask("/update_weights", {"update_info": {
+                "names": list(weights), "shapes": [list(w.shape) for w in weights.values()],
+                "dtype_names": [str(w.dtype).removeprefix("torch.") for w in weights.values()]}})
+            for w in weights.values():
+                nccl.broadcast([w.to(device)], comms=comms)
+            sent.result()
+        self._call(server, "/finish_weight_update", {})
+        self._call(server, "/shutdown_weight_transfer_engine", {})
 
     def _score(self, server: Server, ids: list[int]) -> list[float]:
         """The server's log-probs of all ids but the first."""
@@ -714,8 +755,6 @@ class OracleEngine:
 
 def solution_command(task: dict) -> str:
     """One command that writes the reference solution's files beside the task and runs solve.sh."""
-    import base64
-
     lines = ["mkdir -p /tmp/solution", "cd /tmp/solution"]
     for name, file in task["solution"].items():
         data = file["b64"] if "b64" in file else base64.b64encode(file["text"].encode()).decode()

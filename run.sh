@@ -10,7 +10,7 @@
 #   TORCH_INDEX=URL         another wheel index for torch: with PyTorch's own CPU index (see its install page) a Linux
 #                           machine downloads 200 MB instead of the CUDA build's gigabytes
 #   OUT=runs/demo SEED=0    where it writes, and the seed of the demo (SEEDS="0 1 2": those of the ablations)
-#   TASKS=4000 STEPS=50     training tasks and RL steps
+#   TASKS=4000 STEPS=50     training tasks and RL steps (of the ablations: 30)
 set -euo pipefail
 cd "$(dirname "$0")"
 export CUDA_VISIBLE_DEVICES="" # all of this is made for the CPU; on a GPU the scripts want torchrun
@@ -143,7 +143,7 @@ demo() {
 # may be in flight is (640 episodes), so that what is trained on is four steps old indeed, and the learning rate is
 # three times the demo's: at the demo's own setting hardly a token is cut.
 ablations() {
-    local out=${OUT:-runs/ablations} seed run flags
+    local out=${OUT:-runs/ablations} STEPS=${STEPS:-30} seed run flags
     fresh "$out"
     for seed in ${SEEDS:-0 1 2}; do
         mkdir -p "$out/warm-s$seed" "$out/dppo-s$seed"

@@ -3,18 +3,26 @@
     python extras/bench.py shell                         # a command in a sandbox: ours against docker exec
     python extras/bench.py rollouts --model M --tasks T  # episodes at once: harness against its engine alone
     python extras/bench.py head                          # long-sequence log-probs: ours against log-softmax
+    python extras/bench.py mismatch --model M --vllm-python P --plot F.png  # fp32 against bf16 heads, with vLLM
     torchrun --nproc-per-node 1 extras/bench.py gpu      # a GPU: a large model's pass with each kind of head
 
 Every variant whose memory is measured runs in a process of its own. """
 
 import argparse
+import contextlib
 import json
+import os
 import re
+import signal
+import socket
 import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import requests
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -192,6 +200,129 @@ def head_one(args):
 
 
 # ------------------------------------------------------------------------------------------------------------
+# mismatch
+# ------------------------------------------------------------------------------------------------------------
+
+
+def mismatch(args):
+    """|log-prob difference| of the sampled tokens, trainer against a vLLM server, both bf16, over on-policy
+    steps, with both heads in fp32 or both in bf16 (the paper's Figure 4 in miniature)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(args.vocabularies), figsize=(10, 3.2), sharey=True, squeeze=False,
+                                     layout="constrained")
+    print(f"{'vocabulary':>10}  {'head':<6}{'steps':>6}{'largest':>9}{'mean of max':>13}{'mean':>9}{'entropy':>9}")
+    for vocabulary, axes in zip(args.vocabularies, panels[0]):
+        for head, color in (("bf16", "C3"), ("fp32", "C0")):
+            found = in_a_process("mismatch-one", vocabulary, head, args.model, args.vllm_python, args.steps)
+            if reason := found.get("failed"):
+                print(f"{vocabulary:>10}  {head:<6}{reason}")
+                continue
+            top, mean, entropy = (found[name] for name in ("max", "mean", "entropy"))
+            print(f"{vocabulary:>10}  {head:<6}{len(top):>6}{max(top):>9.4f}{statistics.mean(top):>13.4f}"
+                  f"{statistics.mean(mean):>9.5f}{statistics.mean(entropy):>9.2f}", flush=True)
+            for values, style, name in ((top, "-", "max"), (mean, "--", "mean")):
+                axes.plot(range(1, len(values) + 1), values, style, color=color, label=f"{head} head, {name}")
+        axes.set(title=f"vocabulary {vocabulary:,}", xlabel="optimiser step", yscale="log")
+        axes.grid(alpha=0.25)
+    panels[0][0].set_ylabel("|log-prob difference|")
+    panels[0][-1].legend(fontsize=8)
+    figure.savefig(args.plot, dpi=120)
+
+
+def mismatch_one(args):
+    """One run: vLLM samples, a bf16 copy of the fp32 master weights scores and learns, vLLM gets the weights.
+
+    The model is random, with logits of standard deviation 3, so that it prefers some tokens as a trained one
+    does; the even ones are rewarded, so that it changes. """
+    import copy
+    import shutil
+    import tempfile
+
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    import dppo
+    import rollout
+
+    if args.head == "bf16":
+        rollout.head_logits = lambda hidden, weight: (hidden @ weight.T).float()
+    torch.manual_seed(0)
+    folder = Path(tempfile.mkdtemp())
+    try:
+        master = Qwen3ForCausalLM(Qwen3Config(
+            vocab_size=args.vocabulary, hidden_size=256, num_hidden_layers=4, intermediate_size=768, head_dim=64,
+            num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False))
+        torch.nn.init.normal_(master.lm_head.weight, std=3 / 256**0.5)  # the last norm leaves each entry near 1
+        master.save_pretrained(folder / "model")
+        rollout.Chat(args.model).tokenizer.save_pretrained(folder / "model")
+        chat, sampling = rollout.Chat(folder / "model"), rollout.Sampling(max_prompt_tokens=64, max_tokens=128)
+        optimizer = torch.optim.AdamW(master.parameters(), lr=1e-4, weight_decay=0.0)
+        probe = torch.randint(args.vocabulary, (64,)).tolist()
+        with vllm_server(args.vllm_python, folder / "model", args.head) as url:
+            engine = rollout.VllmEngine([url], str(folder / "model"), chat, [chat.end_id], sampling, folder)
+            found = {"max": [], "mean": [], "entropy": []}
+            for step in range(args.steps):
+                prompts = [torch.randint(args.vocabulary, (64,)).tolist() for _ in range(32)]
+                with ThreadPoolExecutor(32) as pool:
+                    turns = list(pool.map(lambda p: engine.generate(p, 64, rollout.derive_seed(step, p), sampling),
+                                          prompts))
+                rewards = [sum(i % 2 == 0 for i in turn.ids) / len(turn.ids) for turn in turns]
+                ids = dppo.pad([p + t.ids for p, t in zip(prompts, turns)], 0, torch.long, "cpu")
+                mask = dppo.pad([[0] * 64 + [1] * len(t.ids) for t in turns], 0, torch.bool, "cpu")
+                old = dppo.pad([[0.0] * 64 + t.logprobs for t in turns], 0.0, torch.float32, "cpu")
+                policy = copy.deepcopy(master).bfloat16()
+                logprobs, entropies = dppo.token_logprobs(policy, ids, mask)
+                loss, _ = dppo.policy_loss(logprobs, old, dppo.group_advantages(rewards)[:, None], mask, mask.sum())
+                loss.backward()
+                for p, q in zip(master.parameters(), policy.parameters()):
+                    p.grad = q.grad.float()
+                optimizer.step()
+                off = (logprobs - old)[mask].abs()
+                for name, value in (("max", off.max()), ("mean", off.mean()), ("entropy", entropies[mask].mean())):
+                    found[name].append(value.item())
+                with torch.no_grad():
+                    scores = dppo.token_logprobs(copy.deepcopy(master).bfloat16(), torch.tensor([probe]),
+                                                 torch.ones(1, 64))[0][0, 1:]
+                engine.load(master.state_dict(), step + 1, (probe, scores.tolist()))
+        print(json.dumps(found))
+    finally:
+        shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def vllm_server(python: str, model: Path, head: str):
+    """A vLLM CPU server in bf16, with its head in fp32 or bf16; gives its URL."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", port, "--dtype",
+               "bfloat16", "--max-model-len", 256, "--enforce-eager", "--no-enable-chunked-prefill",
+               "--logprobs-mode", "processed_logprobs"]
+    if head == "fp32":
+        command += ["--hf-overrides", '{"head_dtype": "float32"}']
+    env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with open(model.parent / "vllm.log", "wb") as log:
+        server = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, env=env, start_new_session=True)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        while True:
+            with contextlib.suppress(requests.RequestException):
+                if requests.get(f"{url}/health", timeout=5).ok:
+                    break
+            if server.poll() is not None:
+                sys.exit(f"vLLM: {(model.parent / 'vllm.log').read_text()[-1000:]}")
+            time.sleep(1)
+        yield url
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+# ------------------------------------------------------------------------------------------------------------
 # gpu
 # ------------------------------------------------------------------------------------------------------------
 
@@ -285,6 +416,21 @@ def main():
     for name in ("tokens", "vocabulary", "hidden", "threads"):
         p.add_argument(name, type=int)
     p.set_defaults(function=head_one)
+
+    p = commands.add_parser("mismatch", help="log-probs of trainer and vLLM, with heads in fp32 and in bf16")
+    p.add_argument("--model", required=True, help="checkpoint folder whose tokenizer is used")
+    p.add_argument("--vllm-python", required=True, help="the interpreter of vLLM's environment")
+    p.add_argument("--vocabularies", type=int, nargs="+", default=[512, 151_936])
+    p.add_argument("--steps", type=int, default=24)
+    p.add_argument("--plot", default="fp32_head.png", help="PNG to write")
+    p.set_defaults(function=mismatch)
+
+    p = commands.add_parser("mismatch-one")
+    p.add_argument("vocabulary", type=int)
+    for name in ("head", "model", "vllm_python"):
+        p.add_argument(name)
+    p.add_argument("steps", type=int)
+    p.set_defaults(function=mismatch_one)
 
     p = commands.add_parser("gpu", help="a large model's pass by length and head: memory and speed")
     p.add_argument("--vocabulary", type=int, default=151_936)
