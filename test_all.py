@@ -6708,3 +6708,24 @@ def test_the_last_output_of_a_shell_that_ends_is_not_lost(box):
     box.channel.pump = lambda seconds: (time.sleep(.2), pump(seconds))[1]
     assert box.run("echo a; exit 3") == Result("a\n" + sandbox.RESTARTED, 3, False)
     assert box.run("exec ls").output == "notes.txt\n" + sandbox.RESTARTED
+
+
+# ================================================================================================ extras/bench.py
+
+
+def test_bench_train_measures_the_same_steps_on_both_sides():
+    """Against TRL too where TRL_PYTHON=/path/to/venv/bin/python has it (`pip install trl` and our torch, transformers)."""
+    sizes = "--longest 64 --tokens 128 --micro-batch-tokens 64 --vocabulary 100 --hidden 64 --layers 1 --threads 1"
+    trl = ["--trl-python", os.environ["TRL_PYTHON"]] if os.environ.get("TRL_PYTHON") else []
+    done = subprocess.run([sys.executable, f"{ROOT}/extras/bench.py", "train", *sizes.split(), *trl], capture_output=True,
+                          text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert ("TRL is left out" in done.stdout) == (not trl)
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("ours", "TRL  "))]
+    assert [row[:3] for row in rows] == [[side, "64", lengths] for lengths in ("equal", "mixed")
+                                         for side in ("ours", "TRL")[:1 + bool(trl)]]
+    for row in rows:
+        assert float(row[3].replace(",", "")) > 0 and len(row) == 8
+    for lengths in ("equal", "mixed"):  # the third norm follows from two steps of clipping and AdamW
+        norms = [[float(norm) for norm in row[5:]] for row in rows if row[2] == lengths]
+        assert norms[0] == pytest.approx(norms[-1], rel=1e-3) and len(set(norms[0])) == 3

@@ -1,16 +1,19 @@
 """Measurements that the README quotes, each a pair: ours, and what one would use otherwise.
 
-    python extras/bench.py shell                         # a command in a sandbox: ours against docker exec
+    python extras/bench.py shell                         # a command in a sandbox: docker exec, SWE-ReX
     python extras/bench.py rollouts --model M --tasks T  # episodes at once: harness against its engine alone
     python extras/bench.py head                          # long-sequence log-probs: ours against log-softmax
-    python extras/bench.py mismatch --model M --vllm-python P --plot F.png  # fp32 against bf16 heads, with vLLM
+    python extras/bench.py train --trl-python PYTHON     # an optimiser step: ours against TRL's GRPOTrainer
+    python extras/bench.py mismatch --model M --vllm-python PYTHON  # heads in fp32 and bf16, trainer and vLLM
     torchrun --nproc-per-node 1 extras/bench.py gpu      # a GPU: a large model's pass with each kind of head
 
 Every variant whose memory is measured runs in a process of its own. """
 
 import argparse
 import contextlib
+import importlib.util
 import json
+import math
 import os
 import re
 import signal
@@ -18,6 +21,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,9 +32,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 
-def in_a_process(*argv) -> dict:
+def in_a_process(*argv, python: str = sys.executable) -> dict:
     """Runs one variant of this script and returns the JSON that it prints."""
-    done = subprocess.run([sys.executable, __file__, *map(str, argv)], capture_output=True, text=True)
+    done = subprocess.run([python, __file__, *map(str, argv)], capture_output=True, text=True)
     if done.returncode:
         return {"failed": (done.stderr.strip() or "killed: out of memory?").splitlines()[-1]}
     return json.loads(done.stdout.splitlines()[-1])
@@ -52,6 +56,54 @@ COMMANDS = [":", "ls /", "python3 -c 1"]
 
 def docker(*words) -> str:
     return subprocess.run(["docker", *words], capture_output=True, text=True, check=True).stdout.strip()
+
+
+SWEREX_DOCKERFILE = """FROM tmax-base:core
+COPY site /swerex
+ENV PYTHONPATH=/swerex
+RUN printf '#!/bin/sh\\nexec python3 -m swerex.server "$@"\\n' > /usr/bin/swerex-remote \\
+    && chmod +x /usr/bin/swerex-remote
+"""
+
+
+class SweRex:
+    """SWE-ReX's own Docker deployment and bash session, where `pip install swe-rex aiohttp` has been done.
+
+    Its image is the same tmax-base:core and the server that SWE-ReX wants in there, so that starting installs
+    nothing. """
+
+    def __init__(self):
+        import asyncio
+
+        self.wait = asyncio.new_event_loop().run_until_complete
+
+    def build(self):
+        import swerex
+
+        with tempfile.TemporaryDirectory() as folder:  # wheels for the image's Python, not for this one
+            Path(folder, "Dockerfile").write_text(SWEREX_DOCKERFILE)
+            subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--target", f"{folder}/site",
+                            "--python-version", "3.11", "--only-binary=:all:",
+                            f"swe-rex=={swerex.__version__}"], check=True, capture_output=True)
+            docker("build", "-q", "-t", "tmax-bench:swe-rex", folder)
+        return self
+
+    def start(self):
+        from swerex.deployment.docker import DockerDeployment
+        from swerex.runtime.abstract import CreateBashSessionRequest
+
+        self.box = DockerDeployment(image="tmax-bench:swe-rex", pull="never")
+        self.wait(self.box.start())
+        self.wait(self.box.runtime.create_session(CreateBashSessionRequest()))
+        return self
+
+    def run(self, command):
+        from swerex.runtime.abstract import BashAction
+
+        self.wait(self.box.runtime.run_in_session(BashAction(command=command)))
+
+    def close(self):
+        self.wait(self.box.stop())
 
 
 def shell(args):
@@ -83,6 +135,16 @@ def shell(args):
             docker("rm", "-f", id)
         rows["docker run, docker exec"] = [starts]
         runs["docker run, docker exec"] = lambda command: docker("exec", container, "bash", "-c", command)
+        if importlib.util.find_spec("swerex"):
+            os.environ.setdefault("SWE_REX_LOG_STREAM_LEVEL", "CRITICAL")  # else it logs every start
+            rex, starts = SweRex().build(), []
+            for _ in range(args.starts):
+                starts.append(timed(rex.start)[0])
+                rex.close()
+            boxes["SWE-ReX, docker"] = rex.start()
+            rows["SWE-ReX, docker"], runs["SWE-ReX, docker"] = [starts], rex.run
+        else:
+            print("SWE-ReX is left out: pip install swe-rex aiohttp")
     for command in COMMANDS:
         times = {name: [] for name in runs}
         for _ in range(args.commands):
@@ -214,7 +276,8 @@ def mismatch(args):
 
     figure, panels = pyplot.subplots(1, len(args.vocabularies), figsize=(10, 3.2), sharey=True, squeeze=False,
                                      layout="constrained")
-    print(f"{'vocabulary':>10}  {'head':<6}{'steps':>6}{'largest':>9}{'mean of max':>13}{'mean':>9}{'entropy':>9}")
+    columns = f"{'steps':>6}{'largest':>9}{'mean of max':>13}{'mean':>9}{'entropy':>9}"
+    print(f"{'vocabulary':>10}  {'head':<6}{columns}")
     for vocabulary, axes in zip(args.vocabularies, panels[0]):
         for head, color in (("bf16", "C3"), ("fp32", "C0")):
             found = in_a_process("mismatch-one", vocabulary, head, args.model, args.vllm_python, args.steps)
@@ -254,8 +317,8 @@ def mismatch_one(args):
     folder = Path(tempfile.mkdtemp())
     try:
         master = Qwen3ForCausalLM(Qwen3Config(
-            vocab_size=args.vocabulary, hidden_size=256, num_hidden_layers=4, intermediate_size=768, head_dim=64,
-            num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False))
+            vocab_size=args.vocabulary, hidden_size=256, num_hidden_layers=4, intermediate_size=768,
+            head_dim=64, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False))
         torch.nn.init.normal_(master.lm_head.weight, std=3 / 256**0.5)  # the last norm leaves each entry near 1
         master.save_pretrained(folder / "model")
         rollout.Chat(args.model).tokenizer.save_pretrained(folder / "model")
@@ -268,22 +331,23 @@ def mismatch_one(args):
             for step in range(args.steps):
                 prompts = [torch.randint(args.vocabulary, (64,)).tolist() for _ in range(32)]
                 with ThreadPoolExecutor(32) as pool:
-                    turns = list(pool.map(lambda p: engine.generate(p, 64, rollout.derive_seed(step, p), sampling),
-                                          prompts))
+                    turns = list(pool.map(
+                        lambda p: engine.generate(p, 64, rollout.derive_seed(step, p), sampling), prompts))
                 rewards = [sum(i % 2 == 0 for i in turn.ids) / len(turn.ids) for turn in turns]
                 ids = dppo.pad([p + t.ids for p, t in zip(prompts, turns)], 0, torch.long, "cpu")
                 mask = dppo.pad([[0] * 64 + [1] * len(t.ids) for t in turns], 0, torch.bool, "cpu")
                 old = dppo.pad([[0.0] * 64 + t.logprobs for t in turns], 0.0, torch.float32, "cpu")
                 policy = copy.deepcopy(master).bfloat16()
                 logprobs, entropies = dppo.token_logprobs(policy, ids, mask)
-                loss, _ = dppo.policy_loss(logprobs, old, dppo.group_advantages(rewards)[:, None], mask, mask.sum())
-                loss.backward()
+                advantages = dppo.group_advantages(rewards)[:, None]
+                dppo.policy_loss(logprobs, old, advantages, mask, mask.sum())[0].backward()
                 for p, q in zip(master.parameters(), policy.parameters()):
                     p.grad = q.grad.float()
                 optimizer.step()
                 off = (logprobs - old)[mask].abs()
-                for name, value in (("max", off.max()), ("mean", off.mean()), ("entropy", entropies[mask].mean())):
-                    found[name].append(value.item())
+                found["max"].append(off.max().item())
+                found["mean"].append(off.mean().item())
+                found["entropy"].append(entropies[mask].mean().item())
                 with torch.no_grad():
                     scores = dppo.token_logprobs(copy.deepcopy(master).bfloat16(), torch.tensor([probe]),
                                                  torch.ones(1, 64))[0][0, 1:]
@@ -306,7 +370,8 @@ def vllm_server(python: str, model: Path, head: str):
         command += ["--hf-overrides", '{"head_dtype": "float32"}']
     env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with open(model.parent / "vllm.log", "wb") as log:
-        server = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, env=env, start_new_session=True)
+        server = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, env=env,
+                                  start_new_session=True)
     try:
         url = f"http://127.0.0.1:{port}"
         while True:
@@ -320,6 +385,173 @@ def vllm_server(python: str, model: Path, head: str):
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# train
+# ------------------------------------------------------------------------------------------------------------
+
+
+def train(args):
+    """Speed and memory of one optimiser step: dppo.py's, and that of TRL's GRPOTrainer on the same tokens.
+
+    "equal": all sequences are `longest` tokens, and nothing is padding. "mixed": twice as many, of lengths
+    evenly from a quarter of it, as episodes are. Of what follows a prompt, half is sampled, half observed. """
+    sides = {"ours": sys.executable} | ({"TRL": args.trl_python} if args.trl_python else {})
+    if not args.trl_python:
+        print("TRL is left out: --trl-python names the interpreter of an environment that has it")
+    print(f"Qwen3 with random weights: vocabulary {args.vocabulary:,}, hidden {args.hidden}, {args.layers} "
+          f"layers; fp32 on the CPU, {args.threads} threads, gradient checkpointing")
+    print(f"{'':<6}{'longest':>8}  {'lengths':<8}{'tokens/s':>9}{'GB above the model':>20}  gradient norms")
+    for longest in args.longest:
+        for lengths in ("equal", "mixed"):
+            for side, python in sides.items():
+                found = in_a_process("train-one", side, longest, lengths, args.tokens, args.micro_batch_tokens,
+                                     args.vocabulary, args.hidden, args.layers, args.threads, python=python)
+                numbers = found.get("failed") or (
+                    f"{found['tokens_per_s']:>9,.0f}{found['bytes'] / 1e9:>20.2f}  "
+                    + " ".join(f"{norm:.5f}" for norm in found["norms"]))
+                print(f"{side:<6}{longest:>8}  {lengths:<8}{numbers}", flush=True)
+
+
+def train_one(args):
+    """One side and batch: three steps on it, of which the first warms up. In TRL's own interpreter for TRL.
+
+    The later norms depend on the steps before: where all agree, so do loss, gradients, clipping and AdamW. """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    config = Qwen3Config(vocab_size=args.vocabulary, hidden_size=args.hidden, head_dim=64,
+                         num_hidden_layers=args.layers, intermediate_size=args.hidden * 3,
+                         num_attention_heads=args.hidden // 64, num_key_value_heads=args.hidden // 64,
+                         tie_word_embeddings=True, max_position_embeddings=args.longest)
+    model, samples, found = Qwen3ForCausalLM(config).train(), train_samples(args), []
+    steps = {"ours": train_ours, "TRL": train_trl}[args.side](args, model, samples)
+    before = memory("VmRSS")
+    for seconds, norm in steps():
+        found.append((seconds, norm))
+    tokens = sum(len(s["ids"]) for s in samples)
+    print(json.dumps({"tokens_per_s": tokens / statistics.mean(seconds for seconds, _ in found[1:]),
+                      "norms": [norm for _, norm in found], "bytes": memory("VmHWM") - before}))
+
+
+def train_samples(args) -> list[dict]:
+    """A batch as dppo.make_samples gives it: random tokens, and a sampler whose log-probs are off by noise."""
+    import torch
+
+    draw, samples = torch.Generator().manual_seed(0), []
+    count = max(2, args.tokens // args.longest)
+    lengths = [args.longest] * count if args.lengths == "equal" else [
+        round(args.longest * (1 + 3 * i / (2 * count - 1)) / 4) for i in range(2 * count)]
+    prompt, turn = args.longest // 8, args.longest // 16  # a turn's sampled tokens; then as many observed ones
+    for i, length in enumerate(lengths):
+        noise = 0.2 * torch.randn(length, generator=draw)
+        samples.append({"ids": torch.randint(args.vocabulary, (length,), generator=draw).tolist(),
+                        "mask": [int(t >= prompt and (t - prompt) // turn % 2 == 0) for t in range(length)],
+                        "old_logprobs": (noise - math.log(args.vocabulary)).tolist(),
+                        "advantage": 0.5 - i % 2, "prompt": prompt})
+    return samples
+
+
+def train_ours(args, model, samples):
+    """dppo.py's step, but for its log. Ratios are clipped as GRPO does, since TRL has no DPPO mask."""
+    import torch
+
+    import dppo
+
+    model.gradient_checkpointing_enable()
+    policy, total = dppo.shard(model), sum(sum(s["mask"]) for s in samples)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4, weight_decay=0.0)
+
+    def loss_function(logprobs, entropies, mask, batch):
+        old_logprobs = dppo.pad([s["old_logprobs"] for s in batch], 0.0, torch.float32, "cpu")
+        advantages = torch.tensor([[s["advantage"]] for s in batch])
+        return dppo.policy_loss(logprobs, old_logprobs, advantages, mask, total, "grpo")[0]
+
+    def step():
+        (batches,) = dppo.micro_batches(samples, args.micro_batch_tokens)
+        dppo.backward(policy, batches, loss_function)
+        norm = dppo.clip_gradients(policy, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    return lambda: (timed(step) for _ in range(3))
+
+
+def train_trl(args, model, samples):
+    """GRPOTrainer.train() itself, on given tokens.
+
+    Only the method that generates and scores is replaced, by one that hands the batch over in no time, with
+    the sampler's log-probs and the mask of observed tokens (TRL: tool_mask) in it. What TRL does with it is
+    TRL's own: splitting, head, loss, backward, clipping, optimiser, metrics. The clock runs from the first
+    micro-batch to the end of the optimiser's step, without the data loader. "dapo" is TRL's default and a
+    mean over the batch's tokens, as ours, and the ratios are clipped where dppo.grpo_keep does; a micro-batch
+    has as many of the longest rows as ours may hold, because TRL pads all rows to one shape. fp32, gradient
+    checkpointing and learning rate are as in ours.
+
+    Written for TRL 1.16, whose head goes in tiles of 4,096 positions by 32,768 tokens of the vocabulary. On a
+    CPU it takes all positions, prompts, observations and padding too. A GPU has a kernel of its own for it,
+    so what is measured here says nothing about one. """
+    import torch
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    def padded(values, dtype, left=False):  # as TRL does: prompts on the left, completions on the right
+        return torch.nn.utils.rnn.pad_sequence([torch.tensor(v, dtype=dtype) for v in values], batch_first=True,
+                                               padding_side="left" if left else "right")
+
+    prompts = [s["ids"][:s["prompt"]] for s in samples]
+    rests = {key: [s[key][s["prompt"]:] for s in samples] for key in ("ids", "mask", "old_logprobs")}
+    batch = {
+        "prompt_ids": padded(prompts, torch.long, left=True),
+        "prompt_mask": padded([[1] * len(p) for p in prompts], torch.long, left=True),
+        "completion_ids": padded(rests["ids"], torch.long),
+        "completion_mask": padded([[1] * len(r) for r in rests["ids"]], torch.long),
+        "tool_mask": padded(rests["mask"], torch.long),
+        "old_per_token_logps": padded(rests["old_logprobs"], torch.float32),
+        "advantages": torch.tensor([s["advantage"] for s in samples]),
+        "num_items_in_batch": torch.tensor(sum(sum(s["mask"]) for s in samples)),
+    }
+
+    class OnGivenTokens(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            return dict(batch)
+
+    class Clock(TrainerCallback):
+        seconds = []
+
+        def on_step_begin(self, *_, **__):
+            self.start = time.perf_counter()
+
+        def on_step_end(self, *_, **__):
+            self.seconds.append(time.perf_counter() - self.start)
+
+    rows = max(1, args.micro_batch_tokens // args.longest)
+    while len(samples) % rows:
+        rows -= 1
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            folder, max_steps=3, per_device_train_batch_size=rows, num_generations=len(samples),
+            gradient_accumulation_steps=len(samples) // rows, gradient_checkpointing=True, bf16=False,
+            use_cpu=True, learning_rate=1e-4, lr_scheduler_type="constant", max_grad_norm=1.0, beta=0.0,
+            loss_type="dapo", epsilon=0.2, epsilon_high=0.272, logging_steps=1, save_strategy="no",
+            report_to="none", disable_tqdm=True)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"x": 0}, unk_token="x")),
+                                        unk_token="x", pad_token="x", eos_token="x")
+    trainer = OnGivenTokens(model, lambda prompts, **_: [0.0] * len(prompts), config, callbacks=[Clock],
+                            processing_class=tokenizer, train_dataset=Dataset.from_list([{"prompt": "x"}] * 3))
+
+    def steps():
+        trainer.train()
+        return zip(Clock.seconds, (log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log))
+
+    return steps
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -384,7 +616,7 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    p = commands.add_parser("shell", help="starting a sandbox and running a command, against docker exec")
+    p = commands.add_parser("shell", help="starting a sandbox, running a command: docker exec, SWE-ReX")
     p.add_argument("--starts", type=int, default=20)
     p.add_argument("--commands", type=int, default=50)
     p.set_defaults(function=shell)
@@ -431,6 +663,25 @@ def main():
         p.add_argument(name)
     p.add_argument("steps", type=int)
     p.set_defaults(function=mismatch_one)
+
+    p = commands.add_parser("train", help="an optimiser step: speed and memory, against TRL's GRPOTrainer")
+    p.add_argument("--trl-python", help="interpreter that has trl, and our torch and transformers")
+    p.add_argument("--longest", type=int, nargs="+", default=[512, 2_048, 8_192], help="tokens a sequence")
+    p.add_argument("--tokens", type=int, default=16_384, help="of a batch of equal lengths")
+    p.add_argument("--micro-batch-tokens", type=int, default=8_192, help="padded tokens a pass")
+    p.add_argument("--vocabulary", type=int, default=32_768)
+    p.add_argument("--hidden", type=int, default=256)
+    p.add_argument("--layers", type=int, default=4)
+    p.add_argument("--threads", type=int, default=2)
+    p.set_defaults(function=train)
+
+    p = commands.add_parser("train-one")
+    p.add_argument("side", choices=["ours", "TRL"])
+    p.add_argument("longest", type=int)
+    p.add_argument("lengths", choices=["equal", "mixed"])
+    for name in ("tokens", "micro_batch_tokens", "vocabulary", "hidden", "layers", "threads"):
+        p.add_argument(name, type=int)
+    p.set_defaults(function=train_one)
 
     p = commands.add_parser("gpu", help="a large model's pass by length and head: memory and speed")
     p.add_argument("--vocabulary", type=int, default=151_936)
