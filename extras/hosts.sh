@@ -28,10 +28,13 @@ tear_down() {
     groups=$(jobs -p)
     [ -z "$vllm" ] || kill -KILL -- "-$vllm" # it would take its time, and has nothing to put away
     for group in $groups; do kill -- "-$group"; done 2>/dev/null
-    for _ in {1..30}; do [ -z "$(jobs -rp)" ] || sleep 1; done
+    for _ in {1..90}; do [ -z "$(jobs -rp)" ] || sleep 1; done # dockerd first ends its containers
     for group in $groups; do kill -KILL -- "-$group"; done 2>/dev/null
+    for pid in $(pgrep -f -- "$work/"); do kill -KILL "$pid"; done # what dockerd has left, if it was killed
     for name in switch trainer0 trainer1 sampler boxes; do ip netns del "$net-$name"; done 2>/dev/null
-    for mount in $(awk -v work="$work/" 'index($2, work) == 1 {print $2}' /proc/mounts); do umount -l "$mount"; done
+    for mount in $(awk -v work="$work/" 'index($2, work) == 1 {print $2}' /proc/mounts); do
+        umount -l "$mount" 2>/dev/null
+    done
     rm -rf "$work"
     say "torn down"
 }
