@@ -371,6 +371,7 @@ class Rollouts:
 
     def __init__(self, tasks: list[dict], play, args, state: dict | None = None):
         self.tasks, self.play, self.args = tasks, play, args
+        self.bound = (args.lag + 1) * args.prompts  # groups that may be under way
         self.changed = threading.Condition()  # guards everything below
         self.started = 0  # groups ever started
         self.playing = {}  # group number -> its finished episodes so far
@@ -392,13 +393,15 @@ class Rollouts:
         self.seen = dict.fromkeys(names.split(), 0)
 
     def _dropped(self) -> int:
-        return sum(self.seen[name] for name in ("groups_zero", "groups_one", "groups_flat", "groups_failed"))
+        """Groups that were for nothing. All that were under way may fail at once, when the sandboxes' host is
+        lost: that alone must not end the run."""
+        failed = max(0, self.seen["groups_failed"] - self.bound)
+        return failed + sum(self.seen[name] for name in ("groups_zero", "groups_one", "groups_flat"))
 
     def _admit(self):
         """Starts groups up to the bound; none any more when too many were dropped since the last batch."""
-        bound = (self.args.lag + 1) * self.args.prompts
         while (
-            len(self.playing) + len(self.ready) + self.in_training < bound
+            len(self.playing) + len(self.ready) + self.in_training < self.bound
             and self._dropped() <= self.args.max_refill * self.args.prompts
         ):
             self._start(self.started)

@@ -15,7 +15,7 @@ TaskError the task's, AgentFault the agent's (reward 0, trained on).
 
 Left out: a terminal (PTY); under bubblewrap also the network, CPU limits, and any uid but the agent's.
 """
-import atexit, base64, collections, contextlib, ctypes, fcntl, fnmatch, functools, glob, hashlib, io
+import atexit, base64, collections, contextlib, ctypes, errno, fcntl, fnmatch, functools, glob, hashlib, io
 import itertools, json, math, os, platform, posixpath, re, resource, secrets, select, shlex, shutil, signal
 import socket, struct, subprocess, sys, tarfile, tempfile, threading, time, warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +25,8 @@ LIMITS = dict(agent_s=3600, verifier_s=600, command_s=120, cpus=1, memory_mb=204
 PROCESSES, DISK_MB = 512, 1024  # the limits that no task sets; under bubblewrap DISK_MB is each folder's
 BUILD_S = 600                           # of a RUN step under bubblewrap; of an image's build
 STOP_S, RESTORE_S = 10, 20              # how long a shell may take to be stopped (three tries), and to come back
+SILENT_S = 15                           # a Docker host over TCP is lost then: sooner than its shells are blamed
+HOST_WAIT_S = 180                       # how long a sandbox waits for a Docker host that answers
 HEAD = TAIL = 5000                      # characters kept of an output's two ends
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 RESTARTED = "[shell restarted: directory and exported variables are kept, the rest is lost]"
@@ -452,6 +454,9 @@ class Pipes:
             f.close()
 
 
+UNREACHABLE = errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH
+
+
 class Socket:
     """The same over a Docker attach or exec socket, where each piece has a header of stream and length."""
 
@@ -475,6 +480,8 @@ class Socket:
                     if not getattr(self.socket, "pending", int)():  # TLS reads ahead, poll does not see it
                         break
         except OSError as e:
+            if e.errno in UNREACHABLE:               # nobody has ended it: what is in there is cut off, not over
+                raise InfraError(f"Docker: its host is not heard of any more: {e}") from None
             if not isinstance(e, BlockingIOError) and "Want" not in type(e).__name__:  # TLS's own name for it
                 return [(1, b"")]                    # reset: the daemon is gone
         while len(self.inbox) >= (end := at + 8 + int.from_bytes(self.inbox[at + 4:at + 8], "big")) >= at + 8:
@@ -613,7 +620,11 @@ class Sandbox:
         pending, ended, marked, died = b"", False, False, False
         while not (ended and marked):
             left = deadline - time.monotonic()
-            for stream, data in self.channel.pump(left):
+            try:
+                got = self.channel.pump(left)
+            except InfraError as e:
+                self._die(e)
+            for stream, data in got:
                 if not data:
                     self._die(self.box.post_mortem(said(self.control)))
                 elif stream == 2:
@@ -1163,6 +1174,8 @@ def bwrap_run(task, command, tar, env, workdir, writable):
 ROOT_CAPS = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"]
 NOT_THE_TASK = r"(?i)dial tcp|timeout|connection (refused|reset)|toomanyrequests|no space left|TLS handshake"
 host_lock = threading.Lock()
+avoided = {}                                         # until when a host that did not answer is asked last
+left_behind = set()                                  # (api, container): its host did not answer to remove it
 
 
 def docker_hosts():
@@ -1175,8 +1188,9 @@ def docker_api(host):
     def connect():
         import docker
         tls = docker.utils.kwargs_from_env().get("tls", False)
-        docker.APIClient(host, version="auto", timeout=10, tls=tls).ping()
-        api = docker.APIClient(host, version="auto", timeout=600, num_pools=64, tls=tls)
+        version = docker.APIClient(host, version="auto", timeout=10, tls=tls).api_version
+        api = docker.APIClient(host, version=version, timeout=600, num_pools=64, tls=tls)
+        api.get_adapter(api.base_url).poolmanager.connection_pool_kw["socket_options"] = socket_options()
         api.engine = api.info()
         api.is_podman = "podman" in json.dumps(api.version().get("Components")).lower()
         # where the engine cannot limit a container's disk, watch() polls it
@@ -1188,6 +1202,15 @@ def docker_api(host):
                     api.remove_container(container["Id"], force=True, v=True)
         return api
     return once(("api", host), connect)
+
+
+def socket_options():
+    """A host that is cut off says no goodbye: the kernel asks whether it still hears us, or we wait for hours."""
+    ask_s = max(1, SILENT_S // 3)
+    options = dict(TCP_NODELAY=1, TCP_KEEPIDLE=ask_s, TCP_KEEPINTVL=ask_s, TCP_KEEPCNT=3,
+                   TCP_USER_TIMEOUT=SILENT_S * 1000)
+    return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+            *((socket.IPPROTO_TCP, getattr(socket, k), v) for k, v in options.items() if hasattr(socket, k))]
 
 
 def docker_works():
@@ -1204,10 +1227,11 @@ def docker_works():
 @contextlib.contextmanager
 def docker_errors(what, task_errors=()):
     """Whatever the SDK raises becomes ours to fix, but for messages that are known to be the task's fault."""
-    import docker, requests
+    import docker, requests, urllib3
     try:
         yield
-    except (docker.errors.DockerException, requests.exceptions.RequestException, OSError) as e:
+    except (docker.errors.DockerException, requests.exceptions.RequestException, urllib3.exceptions.HTTPError,
+            OSError) as e:
         message = str(getattr(e, "explanation", None) or e)
         for pattern, advice in task_errors:
             if re.search(pattern, message):
@@ -1248,11 +1272,24 @@ def docker_image(task, host):
                     if time.monotonic() > late:
                         raise TimeoutError
             except (TimeoutError, urllib3.exceptions.ReadTimeoutError):  # the engine stops when we hang up
+                if time.monotonic() < late:
+                    raise                                                # its host is not heard of any more
                 raise TaskError(f"task {task['id']}: its Dockerfile does not build within {BUILD_S} s: "
                                 f"{log}") from None
             return api.inspect_image(tag)["Config"]
 
     return tag, once(("image", host, tag), build)
+
+
+def remove(api, container):
+    """Ends a container; if its host does not answer, the next one that starts there does it."""
+    import docker
+    try:
+        api.remove_container(container, force=True, v=True)
+    except docker.errors.APIError:
+        pass                                         # it is gone already
+    except Exception:
+        left_behind.add((api, container))
 
 
 class Docker:
@@ -1263,13 +1300,22 @@ class Docker:
         self.host = self.api = self.container = self.channel = self.killed = self.up = None
 
     def choose_host(self):
-        """Of several hosts the one that answers and has the fewest sandboxes of ours."""
-        with host_lock:
-            load = collections.Counter(box.host for box in list(live) if isinstance(box, Docker))
-            for self.host in sorted(docker_hosts(), key=lambda host: load[host]):
-                with contextlib.suppress(InfraError), docker_errors("ping"):
+        """Of several hosts one that answers, and of those the one that has the fewest sandboxes of ours. One that
+        does not answer is asked last for a minute; where none does, we wait: an episode costs more than that."""
+        late = time.monotonic() + HOST_WAIT_S
+        while True:
+            with host_lock:
+                now, self.host = time.monotonic(), None
+                load = collections.Counter(box.host for box in list(live) if isinstance(box, Docker))
+                self.host = min(docker_hosts(), key=lambda host: (max(now, avoided.get(host, 0)), load[host]))
+            try:
+                with docker_errors("ping"):
                     return docker_api(self.host).ping()
-        raise InfraError(f"Docker: no daemon answers at {', '.join(docker_hosts())}")
+            except InfraError:
+                if time.monotonic() > late:
+                    raise InfraError(f"Docker: no daemon answers at {', '.join(docker_hosts())}") from None
+            avoided[self.host] = time.monotonic() + 60
+            time.sleep(1)
 
     def start(self):
         task, limits, bytes_of_disk = self.task, self.limits, DISK_MB << 20
@@ -1286,6 +1332,9 @@ class Docker:
         with docker_errors(f"task {task['id']}, start", faults):
             from docker.types import LogConfig, Ulimit
             self.api = api = docker_api(self.host)
+            for one in [one for one in list(left_behind) if one[0] is api]:
+                left_behind.discard(one)
+                remove(*one)
             ulimits = {"nofile": (1024, 4096), "core": (0, 0), "fsize": (bytes_of_disk, bytes_of_disk)}
             if api.is_podman:  # its own default is more than some hosts permit
                 ulimits["nproc"] = (32768, 32768)
@@ -1371,8 +1420,7 @@ class Docker:
             with contextlib.suppress(OSError):
                 self.channel.socket.shutdown(socket.SHUT_RDWR)
         if self.container:
-            with contextlib.suppress(Exception):  # it may be gone already; the next start reaps what is left
-                self.api.remove_container(self.container, force=True, v=True)
+            remove(self.api, self.container)
 
     close = kill
 

@@ -4,7 +4,8 @@
     bash run.sh test -k "shell and bwrap"  # some
 
 What is missing skips its tests, unless REQUIRE_BACKENDS names it, as .ci/run does: then they fail. Names: bwrap,
-docker, podman, chromium, fixtures (python gen.py bases), vllm (VLLM_PYTHON=the interpreter of its environment).
+docker, podman, chromium, fixtures (python gen.py bases), vllm (VLLM_PYTHON=the interpreter of its environment), hosts
+(root and iproute2: network namespaces stand in for hosts).
 """
 import ast, base64, collections, concurrent.futures, copy, fcntl, glob, http.server, inspect, io
 import itertools, json, math, os, re, resource, shutil, signal, socket, subprocess, sys, tarfile
@@ -854,6 +855,98 @@ def test_several_hosts(podman, monkeypatch):
     finally:
         for s in boxes:
             s.close()
+
+
+def need_hosts():
+    if os.geteuid() or not all(map(shutil.which, ("ip", "nsenter", "dockerd", "curl"))):
+        lacking("hosts", "hosts are played by network namespaces: that needs root, iproute2, nsenter, dockerd and curl")
+
+
+RELAY = """
+import asyncio, sys
+
+async def serve(reader, writer):
+    there, here = await asyncio.open_unix_connection(sys.argv[1])
+    await asyncio.wait({asyncio.create_task(copy(reader, here)), asyncio.create_task(copy(there, writer))})
+
+async def copy(reader, writer):
+    try:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    finally:
+        writer.close()
+
+async def main():
+    async with await asyncio.start_server(serve, sys.argv[2], 2375) as server:
+        print("ready", flush=True)
+        await server.serve_forever()
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def cable(monkeypatch):
+    """The Docker daemon as another host's: cable(False) cuts it off, cable(True) brings it back."""
+    need_hosts()
+    need("docker")
+    if not docker_hosts()[0].startswith("unix://"):
+        pytest.skip("the daemon has no socket of its own here")
+    name, net = f"tmax{os.getpid()}", f"10.78.{os.getpid() % 256}"
+
+    def ip(*words):
+        subprocess.run(["ip", *words], check=True)
+
+    ip("netns", "add", name)
+    relay = None
+    try:
+        ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+        for where, device, address in (([], name, f"{net}.1/24"), (["-n", name], "eth0", f"{net}.2/24")):
+            ip(*where, "addr", "add", address, "dev", device)
+            ip(*where, "link", "set", device, "up")
+        relay = subprocess.Popen(["nsenter", f"--net=/run/netns/{name}", sys.executable, "-c", RELAY, docker_hosts()[0][7:],
+                                  f"{net}.2"], stdout=subprocess.PIPE)
+        assert relay.stdout.readline() == b"ready\n"
+        monkeypatch.setenv("DOCKER_HOST", f"tcp://{net}.2:2375")
+        monkeypatch.setattr(sandbox, "made", {})
+        yield lambda up: ip("-n", name, "link", "set", "eth0", "up" if up else "down")
+    finally:
+        if relay:
+            relay.kill()
+            relay.wait()
+        subprocess.run(["ip", "link", "del", name])  # with the namespace it would go too, but when the kernel sees fit
+        ip("netns", "del", name)
+
+
+def test_a_host_that_is_cut_off_is_our_fault_and_comes_back(cable, monkeypatch):
+    """Whatever an agent is at, nothing of it is blamed on the agent; and what was left there is removed."""
+    monkeypatch.setattr(sandbox, "SILENT_S", 3)
+    boxes = [Sandbox(task_of("sleep 100", limits={"verifier_s": s}), "docker").start() for s in (60, 60, 60, 2, 60)]
+    ids = [s.box.container for s in boxes]
+    calls = [lambda: boxes[0].run("sleep 100", 60), lambda: boxes[1].run("sleep 100", 2), boxes[2].grade, boxes[3].grade]
+
+    def fate(call):
+        try:
+            return call()
+        except Exception as e:
+            return e
+
+    with ThreadPoolExecutor(6) as pool:
+        fates = [pool.submit(fate, call) for call in calls]
+        time.sleep(1)
+        cable(False)
+        fates.append(pool.submit(fate, lambda: boxes[4].run("echo hi")))  # sent to nobody
+        new = pool.submit(lambda: Sandbox(task_of(), "docker").start())
+        assert {type(f.result(timeout=30)) for f in fates} == {InfraError}
+        for s in boxes:
+            s.close()
+        assert not new.done()
+        cable(True)
+        with new.result(timeout=30) as s:
+            assert s.run("echo hi").output == "hi\n"
+            there = {c["Id"] for c in s.box.api.containers(all=True)}
+            assert s.box.container in there and not there & set(ids)
 
 
 def test_no_backend_says_what_to_do(monkeypatch):
@@ -2764,6 +2857,13 @@ def test_infra_errors_leave_their_group_and_a_group_of_one_is_dropped():
         -1 / 3])
 
 
+def test_a_lost_host_takes_all_groups_with_it_and_the_run_goes_on():
+    rollouts = dppo.Rollouts(TASKS, synthetic(lambda g, s: None if g < 6 else by_sample(g, s)),
+                             group_args(lag=2, max_refill=0))
+    groups, counts = rollouts.next_batch(0)
+    assert len(groups) == 2 and (counts["groups_failed"], counts["infra_errors"]) == (6, 24)
+
+
 @pytest.mark.parametrize("reward, kind", [(0.0, "groups_zero"), (1.0, "groups_one"), (0.95, "groups_flat")])
 def test_groups_without_spread_are_replaced(reward, kind):
     """CASES 28."""
@@ -2782,7 +2882,7 @@ def test_refill_is_bounded_and_then_says_why(reward, message):
     with pytest.raises((ValueError, InfraError), match=message) as e:
         rollouts.next_batch(0)
     dropped = len({g for g, *_ in log})
-    assert 4 < dropped <= 2 * 2 + 1 + 2 and "\n" not in str(e.value)
+    assert 4 < dropped <= 2 * 2 + 1 + 2 * (1 + (reward is None)) and "\n" not in str(e.value)
     if reward in (0.0, 1.0):
         assert f"in {dropped} every" in str(e.value)
 
@@ -6438,6 +6538,32 @@ def test_vllm_a_server_that_is_killed_in_mid_run_comes_back_with_the_right_weigh
     assert f"warning: {vllm.untied.url}" in said and f"{vllm.untied.url} is back" in said
     metrics, _ = check_run(tmp_path, steps=6, lag=0)
     assert all(m["logprob_diff_max"] < 1e-3 and m["infra_errors"] == 0 for m in metrics)
+
+
+def test_vllm_several_hosts_one_of_which_is_cut_off_for_a_while(warm, tmp_path):
+    """extras/hosts.sh: its episodes end as infra_error, none is blamed on the agent, and the run goes on."""
+    if not os.environ.get("VLLM_PYTHON"):
+        lacking("vllm", "VLLM_PYTHON is not set")
+    need_hosts()
+    need("docker")
+    # Grading takes a second, so that episodes are always in flight.
+    tasks = write_jsonl(tmp_path / "tasks.jsonl", [bash_task(f"t-{i}", f"sleep 1; {REWARD_DONE}") for i in range(4)])
+    command = ["bash", f"{ROOT}/extras/hosts.sh", warm, tasks, tmp_path / "run", "--steps", "6", "--temperature", "1.2"]
+    with open(tmp_path / "log", "wb") as log:
+        process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log,
+                                   env=os.environ | {"PYTHON": sys.executable, "CUT_S": "25"})
+    try:
+        code = process.wait(timeout=600)
+    finally:
+        process.terminate()  # it tears down
+        process.wait(timeout=200)
+    said = (tmp_path / "log").read_text()
+    assert code == 0 and "torn down" in said, said[-5000:]
+    metrics, rollouts = check_run(tmp_path / "run", steps=6, lag=1)
+    lost = [m["step"] for m in metrics if m["infra_errors"]]
+    assert lost and set(lost) <= {2, 3, 4}, metrics  # the cut comes after two steps; the last ones are whole again
+    assert {r["end"] for r in rollouts} <= {"submitted", "max_turns", "length", "context", "format_error"}
+    assert "[exit code 124]" not in (tmp_path / "run" / "rollouts.jsonl").read_text()
 
 
 # ------------------------------------------------------------------------------------------------ resume
