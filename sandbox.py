@@ -24,7 +24,7 @@ from typing import NamedTuple
 LIMITS = dict(agent_s=3600, verifier_s=600, command_s=120, cpus=1, memory_mb=2048, network=False)
 PROCESSES, DISK_MB = 512, 1024  # the limits that no task sets; under bubblewrap DISK_MB is each folder's
 BUILD_S = 600                           # of a RUN step under bubblewrap; of an image's build
-STOP_S, RESTORE_S = 10, 20              # how long a shell may take to be stopped (three tries), and to come back
+STOP_S, RESTORE_S = 10, 20              # for a shell to be stopped (three tries), and to come back
 SILENT_S = 15                           # a Docker host over TCP is lost then: sooner than its shells are blamed
 HOST_WAIT_S = 180                       # how long a sandbox waits for a Docker host that answers
 HEAD = TAIL = 5000                      # characters kept of an output's two ends
@@ -480,7 +480,7 @@ class Socket:
                     if not getattr(self.socket, "pending", int)():  # TLS reads ahead, poll does not see it
                         break
         except OSError as e:
-            if e.errno in UNREACHABLE:               # nobody has ended it: what is in there is cut off, not over
+            if e.errno in UNREACHABLE:               # cut off, and not over: nobody has ended it
                 raise InfraError(f"Docker: its host is not heard of any more: {e}") from None
             if not isinstance(e, BlockingIOError) and "Want" not in type(e).__name__:  # TLS's own name for it
                 return [(1, b"")]                    # reset: the daemon is gone
@@ -610,7 +610,8 @@ class Sandbox:
         folder, _, exports = self.snapshot.partition(b"\n")
         self.status, self.flags = 0, ""
         self.channel.outbox += b"new\0"
-        if self._frame(b"builtin cd -- %s\n%s" % (folder, exports), capture, time.monotonic() + RESTORE_S) != "end":
+        back = b"builtin cd -- %s\n%s" % (folder, exports)
+        if self._frame(back, capture, time.monotonic() + RESTORE_S) != "end":
             self._die(SandboxKilled("its shell does not come back (process limit)"))
         return True
 
@@ -1205,7 +1206,7 @@ def docker_api(host):
 
 
 def socket_options():
-    """A host that is cut off says no goodbye: the kernel asks whether it still hears us, or we wait for hours."""
+    """A host that is cut off says no goodbye: the kernel asks whether it still hears us, or we wait for ever."""
     ask_s = max(1, SILENT_S // 3)
     options = dict(TCP_NODELAY=1, TCP_KEEPIDLE=ask_s, TCP_KEEPINTVL=ask_s, TCP_KEEPCNT=3,
                    TCP_USER_TIMEOUT=SILENT_S * 1000)
@@ -1300,8 +1301,8 @@ class Docker:
         self.host = self.api = self.container = self.channel = self.killed = self.up = None
 
     def choose_host(self):
-        """Of several hosts one that answers, and of those the one that has the fewest sandboxes of ours. One that
-        does not answer is asked last for a minute; where none does, we wait: an episode costs more than that."""
+        """Of several hosts the one that has the fewest sandboxes of ours. One that does not answer is asked last
+        for a minute; where none does, we wait: an episode costs more than that."""
         late = time.monotonic() + HOST_WAIT_S
         while True:
             with host_lock:
