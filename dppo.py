@@ -388,7 +388,7 @@ class Rollouts:
             threading.Thread(target=self._work, daemon=True).start()
 
     def _reset_counts(self):
-        self.rewards, self.last_error = [], None
+        self.dropped_rewards, self.last_error = [], None
         names = "groups_zero groups_one groups_flat groups_failed groups_stale stale_tokens infra_errors"
         self.seen = dict.fromkeys(names.split(), 0)
 
@@ -442,13 +442,12 @@ class Rollouts:
             self.last_error = failed["error"]
         if len(graded) < 2:
             self.seen["groups_failed"] += 1
+        elif has_spread(rewards):
+            self.ready.append(graded)
         else:
-            self.rewards.append(float(np.mean(rewards)))
-            if has_spread(rewards):
-                self.ready.append(graded)
-            else:
-                kind = "zero" if rewards[0] < 1e-6 else "one" if rewards[0] > 1 - 1e-6 else "flat"
-                self.seen["groups_" + kind] += 1
+            kind = "zero" if rewards[0] < 1e-6 else "one" if rewards[0] > 1 - 1e-6 else "flat"
+            self.seen["groups_" + kind] += 1
+            self.dropped_rewards.append(rewards[0])
         self._admit()
 
     def next_batch(self, version: int) -> tuple[list[list[dict]], dict]:
@@ -473,8 +472,9 @@ class Rollouts:
                     break
             groups, self.ready = self.ready[:prompts], self.ready[prompts:]
             groups.sort(key=lambda group: group[0]["group"])  # sums do not depend on which was done first
-            counts = {**self.seen, "groups_kept": len(groups), "reward": float(np.mean(self.rewards or [0]))}
-            if not groups and not self.rewards:
+            rewards = self.dropped_rewards + [np.mean([r["reward"] for r in group]) for group in groups]
+            counts = {**self.seen, "groups_kept": len(groups), "reward": float(np.mean(rewards or [0]))}
+            if not rewards:
                 raise InfraError(f"no episode could be played: {self.last_error}")
             if not groups:
                 raise ValueError(
@@ -696,10 +696,10 @@ def make_samples(groups: list[list[dict]], mode: str) -> list[dict]:
 
 
 def evaluate(tasks: list[dict], play, args) -> float:
-    """pass@1 on held-out tasks: the mean over tasks of the share of attempts with reward 1."""
+    """pass@1 on held-out tasks: the share of reward 1 among the attempts that have an outcome."""
     jobs = [(task, i, attempt) for i, task in enumerate(tasks) for attempt in range(args.eval_attempts)]
     records = rollout.run_jobs(jobs, lambda job: play(*job, seed=args.seed, grade="always"), args.workers)
-    return float(np.mean([r["reward"] is not None and r["reward"] >= 1 for r in records]))
+    return float(np.mean([r["reward"] >= 1 for r in records if r["reward"] is not None] or [0]))
 
 
 def batch_metrics(groups: list[list[dict]], samples: list[dict], chat) -> dict:

@@ -2857,6 +2857,20 @@ def test_infra_errors_leave_their_group_and_a_group_of_one_is_dropped():
         -1 / 3])
 
 
+def test_an_attempt_without_outcome_counts_for_nothing_in_the_loops_evaluation():
+    rewards = iter([1.0, None, 0.5, 1.0])
+    args = SimpleNamespace(eval_attempts=2, workers=1, seed=0)
+    assert dppo.evaluate(TASKS[:2], lambda *_, **__: {"reward": next(rewards)}, args) == pytest.approx(2 / 3)
+
+
+def test_a_batch_that_was_ready_before_has_its_own_reward():
+    """All of its groups had ended before the last batch was taken: none ends in between."""
+    rollouts = dppo.Rollouts(TASKS, synthetic(by_sample), group_args(lag=1))
+    while len(rollouts.ready) < 4:
+        time.sleep(0.01)
+    assert [rollouts.next_batch(0)[1]["reward"] for _ in range(2)] == [0.5, 0.5]
+
+
 def test_a_lost_host_takes_all_groups_with_it_and_the_run_goes_on():
     rollouts = dppo.Rollouts(TASKS, synthetic(lambda g, s: None if g < 6 else by_sample(g, s)),
                              group_args(lag=2, max_refill=0))
