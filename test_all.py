@@ -2866,8 +2866,9 @@ def test_an_attempt_without_outcome_counts_for_nothing_in_the_loops_evaluation()
 def test_a_batch_that_was_ready_before_has_its_own_reward():
     """All of its groups had ended before the last batch was taken: none ends in between."""
     rollouts = dppo.Rollouts(TASKS, synthetic(by_sample), group_args(lag=1))
-    while len(rollouts.ready) < 4:
-        time.sleep(0.01)
+    with rollouts.changed:
+        rollouts._admit()
+        assert rollouts.changed.wait_for(lambda: len(rollouts.ready) == 4, timeout=30)
     assert [rollouts.next_batch(0)[1]["reward"] for _ in range(2)] == [0.5, 0.5]
 
 
