@@ -514,8 +514,7 @@ class Sandbox:
         live.add(self.box)
         try:
             self.channel = self.box.start()
-            self.channel.outbox += b"new\0"
-            if self._frame(b":", Capture(), time.monotonic() + 60) != "end":
+            if self._new_shell(b":", Capture(), 60) != "end":
                 raise InfraError("the sandbox's shell did not come up within 60 s")
             self.box.up = True
         except OSError as e:                         # bwrap is missing, no descriptors or processes left, ...
@@ -596,6 +595,11 @@ class Sandbox:
         self.channel.outbox += b"run:%03d:%s%s\0%s\0" % (self.status, trace, command, nonce)
         return self._await(nonce, capture, deadline)
 
+    def _new_shell(self, command, capture, seconds):
+        """Has process 1 start a shell, and awaits the end of its first command."""
+        self.channel.outbox += b"new\0"
+        return self._frame(command, capture, time.monotonic() + seconds)
+
     def _stop(self, capture):
         """Past its time: process 1 kills what the command has started, and the shell with it."""
         for _ in range(3):
@@ -609,9 +613,8 @@ class Sandbox:
         """The new shell gets the old one's directory and exports; its end marker ends that one's output."""
         folder, _, exports = self.snapshot.partition(b"\n")
         self.status, self.flags = 0, ""
-        self.channel.outbox += b"new\0"
         back = b"builtin cd -- %s\n%s" % (folder, exports)
-        if self._frame(back, capture, time.monotonic() + RESTORE_S) != "end":
+        if self._new_shell(back, capture, RESTORE_S) != "end":
             self._die(SandboxKilled("its shell does not come back (process limit)"))
         return True
 

@@ -43,7 +43,6 @@ import shutil
 import stat
 import tarfile
 import threading
-import time
 import tomllib
 import zlib
 from pathlib import Path
@@ -676,7 +675,7 @@ class HarborSandbox(sandbox.Sandbox):
         self.status, self.flags, self.snapshot, self.mark = 0, "", b"", b"0:0"
         self.box = self.channel = HarborShell(self.execute)
         self.box.start()
-        if self._frame(b":", sandbox.Capture(), time.monotonic() + 60) != "end":
+        if self._new_shell(b":", sandbox.Capture(), 60) != "end":
             raise InfraError("the shell in Harbor's environment did not come up within 60 s")
         return self
 
