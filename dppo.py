@@ -244,6 +244,13 @@ def setup_ranks() -> tuple[int, int, torch.device]:
     return dist.get_rank(), dist.get_world_size(), device
 
 
+def leave_ranks():
+    """All together: a rank that leaves while another one still works is aborted now and then."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def shard(model) -> Policy:
     """Wraps the model. With a process group, every rank keeps a slice of each layer (FSDP2).
 
@@ -656,8 +663,7 @@ def train(args):
             save_checkpoint(policy, chat.tokenizer, out / f"step-{step + 1}", optimizer, state)
             if rank == 0:
                 keep_checkpoints(out, args.keep, improved)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_ranks()
 
 
 def refuse_used_folder(out: Path, way_out: str = ""):

@@ -18,11 +18,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 import rollout
-from dppo import (backward, clip_gradients, gather, micro_batches, refuse_used_folder, save_checkpoint,
-                  scatter, setup_ranks, shard)
+from dppo import (backward, clip_gradients, gather, leave_ranks, micro_batches, refuse_used_folder,
+                  save_checkpoint, scatter, setup_ranks, shard)
 from sandbox import JsonlWriter, read_jsonl
 
 
@@ -135,8 +134,7 @@ def train(args):
                 line = f"step {step + 1}/{steps}  loss {loss_sum:.4f}  lr {lr:.2e}  grad norm {grad_norm:.2f}"
                 print(f"{line}  {tokens / seconds:.0f} tokens/s", flush=True)
     save_checkpoint(policy, chat.tokenizer, out / "last")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_ranks()
 
 
 def main():

@@ -2690,7 +2690,7 @@ for small, name, dtype, budget in tests.rank_cases(world):
     assert set(weights) == set(policy.model.state_dict()) and not any(hasattr(w, "full_tensor") for w in weights.values())
 if rank == 0:
     torch.save(found, {out!r})
-torch.distributed.destroy_process_group()
+dppo.leave_ranks()
 """
 
 

@@ -604,8 +604,7 @@ def gpu(args):
                 numbers = "  does not fit"
             if dppo.is_first():
                 print(f"{tokens:>8}  {name:<20}{numbers}", flush=True)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    dppo.leave_ranks()
 
 
 # ------------------------------------------------------------------------------------------------------------
