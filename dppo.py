@@ -270,7 +270,7 @@ def shard(model) -> Policy:
 
 def offload_activations(model):
     """Keeps what the layers save for backward in the CPU's memory: with gradient checkpointing their inputs,
-    2 * d bytes a layer and token in bf16."""
+    2 * d bytes a layer and token in bf16. A copy that is made after this would run the original's layers."""
     forward = model.base_model.forward
 
     def offloaded(*args, **kwargs):
