@@ -117,30 +117,36 @@ class HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, chunk):  # (N, d), (V, d), (N,)
-        ctx.save_for_backward(hidden, weight, targets)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        logprobs, entropies = [], []
+        norms, logprobs, entropies = [], [], []
         for h, t in zip(hidden.split(chunk), targets.split(chunk)):
             logits = rollout.head_logits(h, weight).div_(temperature)  # (n, V)
             norm = logits.logsumexp(-1)  # (n,)
+            norms.append(norm)
             logprobs.append(logits.gather(-1, t[:, None])[:, 0] - norm)
             probs = (logits - norm[:, None]).exp_()
             entropies.append(norm - torch.linalg.vecdot(probs, logits))
-        logprobs, entropies = torch.cat(logprobs), torch.cat(entropies)
+        norms, logprobs, entropies = map(torch.cat, (norms, logprobs, entropies))
+        ctx.save_for_backward(hidden, weight, targets, norms)
+        ctx.temperature, ctx.chunk = temperature, chunk
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx, grad, _):
-        hidden, weight, targets = ctx.saved_tensors
+        hidden, weight, targets, norms = ctx.saved_tensors
         hidden_grad, weight_grad = [], torch.zeros_like(weight, dtype=grad.dtype)
-        for h, t, g in zip(*(x.split(ctx.chunk) for x in (hidden, targets, grad / ctx.temperature))):
+        parts = (x.split(ctx.chunk) for x in (hidden, targets, norms[:, None], grad[:, None] / ctx.temperature))
+        for h, t, norm, g in zip(*parts):
             logits = rollout.head_logits(h, weight).div_(ctx.temperature)
-            logits_grad = logits.sub_(logits.logsumexp(-1, keepdim=True)).exp_().mul_(-g[:, None])  # -g * p
-            logits_grad.scatter_add_(-1, t[:, None], g[:, None])  # + g at the target
+            logits_grad = logits.sub_(norm).exp_().mul_(-g)  # -g * p
+            logits_grad.scatter_add_(-1, t[:, None], g)  # + g at the target
             logits_grad = logits_grad.to(weight.dtype)
             hidden_grad.append(logits_grad @ weight)
-            weight_grad += logits_grad.T @ h
+            if weight.dtype == weight_grad.dtype:
+                weight_grad.addmm_(logits_grad.T, h)  # without a second (V, d)
+            else:  # bf16: its products are summed in fp32
+                weight_grad += logits_grad.T @ h
+            del logits, logits_grad  # before there are the next ones
         return torch.cat(hidden_grad), weight_grad.to(weight.dtype), None, None, None
 
 

@@ -435,6 +435,13 @@ class Server:
         self.in_flight = self.episodes = 0
 
 
+class Watched(requests.adapters.HTTPAdapter):
+    """Connections that end when their host is silent for `sandbox.SILENT_S`, however long an answer takes."""
+
+    def init_poolmanager(self, *args, **more):
+        super().init_poolmanager(*args, socket_options=sandbox.socket_options(), **more)
+
+
 class VllmEngine:
     """vLLM servers: token ids in, token ids and log-probs out.
 
@@ -657,7 +664,9 @@ class VllmEngine:
 
         A connection each: vLLM closes idle ones after 5 s, which would look like a server that is gone. """
         method = "GET" if body is None else "POST"
-        reply = requests.request(method, server.url + path, json=body, timeout=(10, timeout))
+        with requests.Session() as session:
+            session.mount(server.url, Watched())
+            reply = session.request(method, server.url + path, json=body, timeout=(10, timeout))
         if not reply.ok:
             said = " ".join(reply.text[:300].split())
             raise requests.HTTPError(f"answered {path} with {reply.status_code}: {said}", response=reply)

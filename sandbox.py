@@ -25,7 +25,7 @@ LIMITS = dict(agent_s=3600, verifier_s=600, command_s=120, cpus=1, memory_mb=204
 PROCESSES, DISK_MB = 512, 1024  # the limits that no task sets; under bubblewrap DISK_MB is each folder's
 BUILD_S = 600                           # of a RUN step under bubblewrap; of an image's build
 STOP_S, RESTORE_S = 10, 20              # for a shell to be stopped (three tries), and to come back
-SILENT_S = 15                           # a Docker host over TCP is lost then: sooner than its shells are blamed
+SILENT_S = 15                           # a Docker or vLLM host is lost then: sooner than its shells are blamed
 HOST_WAIT_S = 180                       # how long a sandbox waits for a Docker host that answers
 HEAD = TAIL = 5000                      # characters kept of an output's two ends
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

@@ -7,7 +7,7 @@ What is missing skips its tests, unless REQUIRE_BACKENDS names it, as .ci/run do
 docker, podman, chromium, fixtures (python gen.py bases), vllm (VLLM_PYTHON=the interpreter of its environment), hosts
 (root and iproute2: network namespaces stand in for hosts).
 """
-import ast, base64, collections, concurrent.futures, copy, fcntl, glob, http.server, inspect, io
+import ast, base64, collections, concurrent.futures, contextlib, copy, fcntl, glob, http.server, inspect, io
 import itertools, json, math, os, re, resource, shutil, signal, socket, subprocess, sys, tarfile
 import tempfile, textwrap, threading, time, zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -866,7 +866,8 @@ RELAY = """
 import asyncio, sys
 
 async def serve(reader, writer):
-    there, here = await asyncio.open_unix_connection(sys.argv[1])
+    host, _, port = sys.argv[1].partition(":")
+    there, here = await (asyncio.open_connection(host, port) if port else asyncio.open_unix_connection(host))
     await asyncio.wait({asyncio.create_task(copy(reader, here)), asyncio.create_task(copy(there, writer))})
 
 async def copy(reader, writer):
@@ -886,13 +887,11 @@ asyncio.run(main())
 """
 
 
-@pytest.fixture
-def cable(monkeypatch):
-    """The Docker daemon as another host's: cable(False) cuts it off, cable(True) brings it back."""
+@contextlib.contextmanager
+def cabled(target):
+    """A local service, by its Unix socket or its port, as another host's: gives its address there, HOST:2375, and
+    `cable`: cable(False) cuts it off, cable(True) brings it back."""
     need_hosts()
-    need("docker")
-    if not docker_hosts()[0].startswith("unix://"):
-        lacking("hosts", "the relay wants a Docker daemon with a Unix socket")
     name, net = f"tmax{os.getpid()}", f"10.78.{os.getpid() % 256}"
 
     def ip(*words):
@@ -905,18 +904,29 @@ def cable(monkeypatch):
         for where, device, address in (([], name, f"{net}.1/24"), (["-n", name], "eth0", f"{net}.2/24")):
             ip(*where, "addr", "add", address, "dev", device)
             ip(*where, "link", "set", device, "up")
-        relay = subprocess.Popen(["nsenter", f"--net=/run/netns/{name}", sys.executable, "-c", RELAY, docker_hosts()[0][7:],
-                                  f"{net}.2"], stdout=subprocess.PIPE)
+        relay = subprocess.Popen(["nsenter", f"--net=/run/netns/{name}", sys.executable, "-c", RELAY,
+                                  f"{net}.1:{target}" if isinstance(target, int) else target, f"{net}.2"],
+                                 stdout=subprocess.PIPE)
         assert relay.stdout.readline() == b"ready\n"
-        monkeypatch.setenv("DOCKER_HOST", f"tcp://{net}.2:2375")
-        monkeypatch.setattr(sandbox, "made", {})
-        yield lambda up: ip("-n", name, "link", "set", "eth0", "up" if up else "down")
+        yield f"{net}.2:2375", lambda up: ip("-n", name, "link", "set", "eth0", "up" if up else "down")
     finally:
         if relay:
             relay.kill()
             relay.wait()
         subprocess.run(["ip", "link", "del", name])  # with the namespace it would go too, but when the kernel sees fit
         ip("netns", "del", name)
+
+
+@pytest.fixture
+def cable(monkeypatch):
+    """The Docker daemon as another host's."""
+    need("docker")
+    if not docker_hosts()[0].startswith("unix://"):
+        lacking("hosts", "the relay wants a Docker daemon with a Unix socket")
+    with cabled(docker_hosts()[0][7:]) as (address, cable):
+        monkeypatch.setenv("DOCKER_HOST", f"tcp://{address}")
+        monkeypatch.setattr(sandbox, "made", {})
+        yield cable
 
 
 def test_a_host_that_is_cut_off_is_our_fault_and_comes_back(cable, monkeypatch):
@@ -6314,10 +6324,28 @@ class VllmServer:
         self.process.wait()
 
 
+def hybrid_folder(path):
+    """A Qwen3.5 checkpoint of the smallest widths that vLLM's kernels for the CPU take."""
+    tokenizer = byte_tokenizer(TEMPLATES["xml"])
+    small_hybrid(len(tokenizer), hidden_size=64, head_dim=64, linear_key_head_dim=128,
+                 linear_value_head_dim=128).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def hybrid_folder(path):
+    """A Qwen3.5 checkpoint of the smallest widths that vLLM's kernels for the CPU take."""
+    tokenizer = byte_tokenizer(TEMPLATES["xml"])
+    small_hybrid(len(tokenizer), hidden_size=64, head_dim=64, linear_key_head_dim=128,
+                 linear_value_head_dim=128).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
 @pytest.fixture(scope="session")
 def vllm(warm, folders, tmp_path_factory):
-    """Four servers: `tied` and `untied` serve one tied model, `odd` another one, with settings that do not fit, and
-    `long` the first again, for prompts longer than it was made for.
+    """Five servers: `tied` and `untied` serve one tied model, `odd` another one, with settings that do not fit, `long`
+    the first again, for prompts longer than it was made for, and `hybrid` a Qwen3.5.
 
     VLLM_PYTHON is the interpreter of an environment with requirements-vllm.txt. """
     python = os.environ.get("VLLM_PYTHON")
@@ -6336,10 +6364,14 @@ def vllm(warm, folders, tmp_path_factory):
         "odd": VllmServer(python, folders["xml"], folder / "odd.log", "--max-model-len", "64"),
         "long": VllmServer(python, model, folder / "long.log", "--max-model-len", "32768", "--max-num-batched-tokens",
                            "32768", "--hf-overrides", '{"max_position_embeddings": 32768}'),
+        # On the CPU, linear attention is there in bf16 alone, and prefix caching wants chunked prefill.
+        "hybrid": VllmServer(python, hybrid_folder(folder / "hybrid"), folder / "hybrid.log", *fits, "--dtype", "bfloat16",
+                             "--no-enable-prefix-caching", "--hf-overrides", '{"head_dtype": "float32"}'),
     }
     try:
-        for server in servers.values():
-            server.wait()
+        for name, server in servers.items():
+            if name != "hybrid":
+                server.wait()
         yield SimpleNamespace(model=model, chat=chat, **servers)
     finally:
         for server in servers.values():
@@ -6488,6 +6520,48 @@ def test_vllm_a_push_reaches_turns_in_flight_and_leaves_nothing_of_the_old_weigh
     assert (torch.tensor(turn.logprobs) - logprobs_of(models[2], prompt, turn)).abs().max() < 1e-3
 
 
+def test_vllm_carries_qwen3_5(vllm, tmp_path):
+    """The recipe's main model, bf16 on both sides: log-probs after prompts about as long as a chunk of its linear
+    attention (64); turns in flight go on over a push, and afterwards nothing of the old weights is left."""
+    server = vllm.hybrid
+    try:
+        server.wait()
+    except AssertionError:
+        if "No module named 'torchvision'" in Path(server.log).read_text():
+            lacking("torchvision", "vLLM imports torchvision for Qwen3.5, and VLLM_PYTHON's environment has none that loads")
+        raise
+    model = server.command[server.command.index("--model") + 1]
+    chat, old, prompt_of = Chat(model), rollout.load_model(model), lambda n: [(37 * i * i + n) % 500 for i in range(n)]
+    engine = rollout.VllmEngine([server.url], model, chat, [], Sampling(**LIMITS), tmp_path)
+    new, long = other_weights(old, 1), prompt_of(200)
+    models = [old.bfloat16(), new.bfloat16()]
+
+    def whose(prompt, turn, part):
+        """The one model whose log-probs a part of a turn has."""
+        off = [(torch.tensor(turn.logprobs) - logprobs_of(m, prompt, turn))[part].abs().mean().item() for m in models]
+        assert min(off) < 0.1 < 0.5 < max(off), off
+        return off.index(min(off))
+
+    def all_of(version):
+        for prompt in map(prompt_of, (1, 63, 64, 65, 200)):
+            turn = engine.generate(prompt, 40, 0, Sampling())
+            assert turn.versions == (version, version) and whose(prompt, turn, slice(None)) == version
+
+    all_of(0)
+    engine.load(models[0].state_dict(), 0, probe_of(models[0], long))
+    before = generated_by(server)
+    with ThreadPoolExecutor(4) as pool:
+        turns = [pool.submit(engine.generate, long, 600, seed, Sampling()) for seed in range(4)]
+        while generated_by(server) < before + 200:
+            assert not any(turn.done() for turn in turns)
+            time.sleep(0.02)
+        engine.load(models[1].state_dict(), 1, probe_of(models[1], long))
+        for turn in (t.result() for t in turns):
+            assert turn.versions == (0, 1)
+            assert whose(long, turn, slice(20)) == 0 and whose(long, turn, slice(-100, None)) == 1
+    all_of(1)
+
+
 def test_vllm_a_push_that_did_not_take_effect_is_caught(vllm, tmp_path, monkeypatch):
     """A file without the tied head leaves the old one in use where vLLM has packed it; one that is not there, or is
     no checkpoint, fails on the server: PushError with its address, and the next good push is taken."""
@@ -6553,6 +6627,33 @@ def test_vllm_a_server_that_is_killed_in_mid_run_comes_back_with_the_right_weigh
     assert f"warning: {vllm.untied.url}" in said and f"{vllm.untied.url} is back" in said
     metrics, _ = check_run(tmp_path, steps=6, lag=0)
     assert all(m["logprob_diff_max"] < 1e-3 and m["infra_errors"] == 0 for m in metrics)
+
+
+def test_vllm_a_sampler_host_that_is_cut_off_in_mid_turn_is_noticed_and_comes_back(vllm, tmp_path, capfd, monkeypatch):
+    """Nothing says goodbye: without the kernel's questions the turn would wait for its answer for an hour."""
+    monkeypatch.setattr(sandbox, "SILENT_S", 3)
+    prompt, model = a_prompt(vllm.chat), rollout.load_model(vllm.model)
+    with cabled(vllm.tied.port) as (address, cable), ThreadPoolExecutor(1) as pool:
+        engine = vllm_engine(vllm, SimpleNamespace(url=f"http://{address}"), vllm.untied, push_dir=tmp_path)
+        engine.ends, engine.pauses_s = [], (1,)
+        far, near = engine.servers
+        engine.load(model.state_dict(), 0, probe_of(model, prompt))
+        before = generated_by(vllm.tied)
+        cut = pool.submit(engine.generate, prompt, 900, 0, Sampling(), far)
+        while generated_by(vllm.tied) < before + 20:
+            assert not cut.done()
+            time.sleep(0.02)
+        cable(False)
+        with pytest.raises(InfraError, match=re.escape(far.url)):
+            cut.result(timeout=60)
+        assert engine.generate(prompt, 5, 0, Sampling()).past is near
+        new = other_weights(model, 5)
+        engine.load(new.state_dict(), 1, probe_of(new, prompt))  # the one that answers has them; the other gets them later
+        assert (far.version, near.version) == (0, 1)
+        cable(True)
+        turn = engine.generate(prompt, 30, 0, Sampling(), far)
+        assert turn.versions == (1, 1) and (torch.tensor(turn.logprobs) - logprobs_of(new, prompt, turn)).abs().max() < 1e-3
+        assert f"{far.url} is back" in capfd.readouterr().out
 
 
 def test_vllm_several_hosts_one_of_which_is_cut_off_for_a_while(warm, tmp_path):
