@@ -676,8 +676,9 @@ class VllmEngine:
         return self._call(server, "/weight_info")["weight_version"]
 
     def _recover(self, server: Server):
-        """Looks whether a lost server is back, and gives it the weights that it has lost with a restart."""
-        if self._label(server) != server.label:
+        """Looks whether a lost server is back, and gives it the weights that it lost with a restart or missed."""
+        newest = self.pushed[1] if self.pushed else server.label
+        if not self._label(server) == server.label == newest:
             if not self.pushed:
                 raise InfraError(f"{server.url}: another run has given it weights meanwhile")
             self._push(server)
