@@ -298,7 +298,8 @@ def mismatch(args):
 
 
 def mismatch_one(args):
-    """One run: vLLM samples, a bf16 copy of the fp32 master weights scores and learns, vLLM gets the weights.
+    """One run: vLLM samples, a bf16 copy of the fp32 master weights scores, the master learns (in fp32: CPUs take
+    minutes for a step in bf16), vLLM gets the weights.
 
     The model is random, with logits of standard deviation 3, so that it prefers some tokens as a trained one
     does; the even ones are rewarded, so that it changes. """
@@ -326,6 +327,11 @@ def mismatch_one(args):
         chat, sampling = rollout.Chat(folder / "model"), rollout.Sampling(max_prompt_tokens=64, max_tokens=128)
         optimizer = torch.optim.AdamW(master.parameters(), lr=1e-4, weight_decay=0.0)
         probe = torch.randint(args.vocabulary, (64,)).tolist()
+
+        def score(ids, mask):
+            with torch.no_grad():
+                return dppo.token_logprobs(copy.deepcopy(master).bfloat16(), ids, mask)
+
         with vllm_server(args.vllm_python, folder / "model", args.head) as url:
             engine = rollout.VllmEngine([url], str(folder / "model"), chat, [chat.end_id], sampling, folder)
             found = {"max": [], "mean": [], "entropy": []}
@@ -338,20 +344,17 @@ def mismatch_one(args):
                 ids = dppo.pad([p + t.ids for p, t in zip(prompts, turns)], 0, torch.long, "cpu")
                 mask = dppo.pad([[0] * 64 + [1] * len(t.ids) for t in turns], 0, torch.bool, "cpu")
                 old = dppo.pad([[0.0] * 64 + t.logprobs for t in turns], 0.0, torch.float32, "cpu")
-                policy = copy.deepcopy(master).bfloat16()
-                logprobs, entropies = dppo.token_logprobs(policy, ids, mask)
-                advantages = dppo.group_advantages(rewards)[:, None]
-                dppo.policy_loss(logprobs, old, advantages, mask, mask.sum())[0].backward()
-                for p, q in zip(master.parameters(), policy.parameters()):
-                    p.grad = q.grad.float()
-                optimizer.step()
-                off = (logprobs - old)[mask].abs()
+                scored, entropies = score(ids, mask)
+                off = (scored - old)[mask].abs()
                 found["max"].append(off.max().item())
                 found["mean"].append(off.mean().item())
                 found["entropy"].append(entropies[mask].mean().item())
-                with torch.no_grad():
-                    scores = dppo.token_logprobs(copy.deepcopy(master).bfloat16(), torch.tensor([probe]),
-                                                 torch.ones(1, 64))[0][0, 1:]
+                advantages = dppo.group_advantages(rewards)[:, None]
+                logprobs, _ = dppo.token_logprobs(master, ids, mask)
+                dppo.policy_loss(logprobs, old, advantages, mask, mask.sum())[0].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                scores = score(torch.tensor([probe]), torch.ones(1, 64))[0][0, 1:]
                 engine.load(master.state_dict(), step + 1, (probe, scores.tolist()))
         print(json.dumps(found))
     finally:
