@@ -313,8 +313,8 @@ def mismatch_one(args):
     import dppo
     import rollout
 
-    if args.head == "bf16":
-        rollout.head_logits = lambda hidden, weight: (hidden @ weight.T).float()
+    if args.head == "bf16":  # logits rounded to what the hidden states are; a CPU is slow at bf16 products
+        rollout.head_logits = lambda hidden, weight: (hidden.float() @ weight.float().T).to(hidden.dtype).float()
     torch.manual_seed(0)
     folder = Path(tempfile.mkdtemp())
     try:
