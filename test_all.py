@@ -6497,7 +6497,8 @@ def test_vllm_a_push_reaches_turns_in_flight_and_leaves_nothing_of_the_old_weigh
     old = rollout.load_model(vllm.model)
     engine.ends = []  # no end: the turns are as long as their limit
     models = [old, other_weights(old, 1), other_weights(old, 2)]
-    engine.load(old.state_dict(), 0, probe_of(old, prompt))
+    probes = [probe_of(m, prompt) for m in models]  # now: beside busy servers it takes too long
+    engine.load(old.state_dict(), 0, probes[0])
     with ThreadPoolExecutor(4) as pool:
         for abort in (False, True):
             engine.abort = abort
@@ -6508,7 +6509,7 @@ def test_vllm_a_push_reaches_turns_in_flight_and_leaves_nothing_of_the_old_weigh
                 assert time.monotonic() < deadline, "the turns have not begun"
                 time.sleep(0.02)
             start = engine.servers[0].version
-            engine.load(models[start + 1].state_dict(), start + 1, probe_of(models[start + 1], prompt))
+            engine.load(models[start + 1].state_dict(), start + 1, probes[start + 1])
             for turn in (f.result() for f in long):
                 near = [(torch.tensor(turn.logprobs) - logprobs_of(m, prompt, turn)).abs() < 1e-3 for m in models]
                 if abort:  # started again
@@ -6548,14 +6549,15 @@ def test_vllm_carries_qwen3_5(vllm, tmp_path):
             assert turn.versions == (version, version) and whose(prompt, turn, slice(None)) == version
 
     all_of(0)
-    engine.load(models[0].state_dict(), 0, probe_of(models[0], long))
+    probes = [probe_of(m, long) for m in models]
+    engine.load(models[0].state_dict(), 0, probes[0])
     before = generated_by(server)
     with ThreadPoolExecutor(4) as pool:
         turns = [pool.submit(engine.generate, long, 600, seed, Sampling()) for seed in range(4)]
         while generated_by(server) < before + 200:
             assert not any(turn.done() for turn in turns)
             time.sleep(0.02)
-        engine.load(models[1].state_dict(), 1, probe_of(models[1], long))
+        engine.load(models[1].state_dict(), 1, probes[1])
         for turn in (t.result() for t in turns):
             assert turn.versions == (0, 1)
             assert whose(long, turn, slice(20)) == 0 and whose(long, turn, slice(-100, None)) == 1
