@@ -6553,7 +6553,7 @@ def test_vllm_carries_qwen3_5(vllm, tmp_path):
     engine.load(models[0].state_dict(), 0, probes[0])
     before = generated_by(server)
     with ThreadPoolExecutor(4) as pool:
-        turns = [pool.submit(engine.generate, long, 600, seed, Sampling()) for seed in range(4)]
+        turns = [pool.submit(engine.generate, long, 400, seed, Sampling()) for seed in range(4)]
         while generated_by(server) < before + 200:
             assert not any(turn.done() for turn in turns)
             time.sleep(0.02)
