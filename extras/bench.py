@@ -246,8 +246,7 @@ def head_one(args):
     weight = torch.nn.Parameter(torch.randn(args.vocabulary, args.hidden, generator=draw) * 0.02)
     hidden = torch.randn(args.tokens, args.hidden, generator=draw).requires_grad_()
     targets = torch.randint(args.vocabulary, (args.tokens,), generator=draw)
-    # In any training these are there; zeros_like would only promise their memory.
-    weight.grad, hidden.grad = torch.full_like(weight, 0.0), torch.full_like(hidden, 0.0)
+    weight.grad, hidden.grad = torch.zeros_like(weight), torch.zeros_like(hidden)  # there in any training
     before = memory("VmRSS")
     start = time.perf_counter()
     if args.variant == "ours":
