@@ -6476,10 +6476,30 @@ def test_vllm_episodes_stay_on_their_server_and_new_ones_go_where_there_is_room(
     assert {engine.generate(prompt, 5, s, Sampling()).past.url for s in range(4)} == {vllm.tied.url}
 
 
-def generated_by(server):
-    """Tokens that a server has sampled since its start."""
-    found = re.findall(r"(?m)^vllm:generation_tokens_total\{.*\} (\S+)$", requests.get(f"{server.url}/metrics", timeout=10).text)
+def metric(server, name):
+    """What a vLLM server counts: "generation_tokens_total" since its start, "num_requests_running" now."""
+    found = re.findall(rf"(?m)^vllm:{name}\{{.*\}} (\S+)$", requests.get(f"{server.url}/metrics", timeout=10).text)
     return sum(map(float, found))
+
+
+def begin_turns(pool, engine, prompt, limit, servers, n=2):
+    """Turns in mid-flight, n on each of the engine's idle servers, each with some thirty tokens: as futures."""
+    deadline = time.monotonic() + 60
+    while True:  # again, if one server was done before another began
+        turns = [pool.submit(engine.generate, prompt, limit, seed, Sampling(), past)
+                 for seed, past in enumerate(engine.servers[:len(servers)] * n)]
+        waiting, counted = list(servers), {}
+        while waiting and not any(turn.done() for turn in turns):
+            assert time.monotonic() < deadline, "the turns have not begun"
+            for server in list(waiting):
+                if server not in counted and metric(server, "num_requests_running") == n:
+                    counted[server] = metric(server, "generation_tokens_total")
+                elif server in counted and metric(server, "generation_tokens_total") > counted[server] + 30 * n:
+                    waiting.remove(server)
+            time.sleep(0.02)
+        if not any(turn.done() for turn in turns):
+            return turns
+        [turn.result() for turn in turns]
 
 
 def test_vllm_a_push_reaches_turns_in_flight_and_leaves_nothing_of_the_old_weights(vllm, tmp_path):
@@ -6494,13 +6514,7 @@ def test_vllm_a_push_reaches_turns_in_flight_and_leaves_nothing_of_the_old_weigh
     with ThreadPoolExecutor(4) as pool:
         for abort in (False, True):
             engine.abort = abort
-            long, deadline = [], time.monotonic() + 60
-            while not long or any(turn.done() for turn in long):  # again, if one server was done before the other began
-                before = list(map(generated_by, (vllm.tied, vllm.untied)))
-                long = [pool.submit(engine.generate, prompt, 800, seed, Sampling()) for seed in range(4)]
-                while not all(generated_by(s) > n + 10 for s, n in zip((vllm.tied, vllm.untied), before)):
-                    assert time.monotonic() < deadline, "the turns have not begun"
-                    time.sleep(0.02)
+            long = begin_turns(pool, engine, prompt, 800, (vllm.tied, vllm.untied))
             start = engine.servers[0].version
             engine.load(models[start + 1].state_dict(), start + 1, probes[start + 1])
             for turn in (f.result() for f in long):
@@ -6544,12 +6558,8 @@ def test_vllm_carries_qwen3_5(vllm, tmp_path):
     all_of(0)
     probes = [probe_of(m, long) for m in models]
     engine.load(models[0].state_dict(), 0, probes[0])
-    before = generated_by(server)
     with ThreadPoolExecutor(4) as pool:
-        turns = [pool.submit(engine.generate, long, 400, seed, Sampling()) for seed in range(4)]
-        while generated_by(server) < before + 200:
-            assert not any(turn.done() for turn in turns)
-            time.sleep(0.02)
+        turns = begin_turns(pool, engine, long, 400, [server], n=4)
         engine.load(models[1].state_dict(), 1, probes[1])
         for turn in (t.result() for t in turns):
             assert turn.versions == (0, 1)
@@ -6633,11 +6643,7 @@ def test_vllm_a_sampler_host_that_is_cut_off_in_mid_turn_is_noticed_and_comes_ba
         engine.ends, engine.pauses_s = [], (1,)
         far, near = engine.servers
         engine.load(model.state_dict(), 0, probe_of(model, prompt))
-        before = generated_by(vllm.tied)
-        cut = pool.submit(engine.generate, prompt, 900, 0, Sampling(), far)
-        while generated_by(vllm.tied) < before + 20:
-            assert not cut.done()
-            time.sleep(0.02)
+        [cut] = begin_turns(pool, engine, prompt, 900, [vllm.tied], n=1)
         cable(False)
         with pytest.raises(InfraError, match=re.escape(far.url)):
             cut.result(timeout=60)
