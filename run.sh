@@ -3,6 +3,7 @@
 #
 #   bash run.sh demo         set up, then teach a tiny agent: gen, rollout, sft, eval, dppo, eval (minutes on two cores)
 #   bash run.sh test         set up, then run the tests
+#   bash run.sh setup        set up, and no more
 #   bash run.sh ablations    set up, then the demo with other losses and groups, three seeds each (an hour and more)
 #
 # Set-up makes .venv, installs requirements.txt into it, and gets bubblewrap where that takes no password.
@@ -173,8 +174,9 @@ RUNS
 }
 
 case "${1:-}" in
+    setup) setup ;;
     demo) setup; demo ;;
     ablations) setup; ablations ;;
     test) shift; setup; python -m pytest -q test_all.py "$@" ;;
-    *) say "usage: bash run.sh demo | test [pytest arguments] | ablations"; exit 2 ;;
+    *) say "usage: bash run.sh demo | test [pytest arguments] | setup | ablations"; exit 2 ;;
 esac

@@ -6335,8 +6335,8 @@ def hybrid_folder(path):
 
 @pytest.fixture(scope="session")
 def vllm(warm, folders, tmp_path_factory):
-    """Five servers: `tied` and `untied` serve one tied model, `odd` another one, with settings that do not fit, `long`
-    the first again, for prompts longer than it was made for, and `hybrid` a Qwen3.5.
+    """Four servers: `tied` and `untied` serve one tied model, `odd` another one, with settings that do not fit and
+    for prompts longer than it was made for, and `hybrid` a Qwen3.5.
 
     VLLM_PYTHON is the interpreter of an environment with requirements-vllm.txt. """
     python = os.environ.get("VLLM_PYTHON")
@@ -6352,15 +6352,14 @@ def vllm(warm, folders, tmp_path_factory):
         "tied": VllmServer(python, model, folder / "tied.log", *fits),
         "untied": VllmServer(python, model, folder / "untied.log", *fits, "--hf-overrides",
                              '{"tie_word_embeddings": false}'),
-        "odd": VllmServer(python, folders["xml"], folder / "odd.log", "--max-model-len", "64"),
-        "long": VllmServer(python, model, folder / "long.log", "--max-model-len", "32768", "--max-num-batched-tokens",
-                           "32768", "--hf-overrides", '{"max_position_embeddings": 32768}'),
+        "odd": VllmServer(python, folders["xml"], folder / "odd.log", "--max-model-len", "32768", "--max-num-batched-tokens",
+                          "32768", "--hf-overrides", '{"max_position_embeddings": 32768}'),
         # On the CPU, linear attention is there in bf16 alone, and prefix caching wants chunked prefill.
         "hybrid": VllmServer(python, hybrid_folder(folder / "hybrid"), folder / "hybrid.log", *fits, "--dtype", "bfloat16",
                              "--no-enable-prefix-caching", "--hf-overrides", '{"head_dtype": "float32"}'),
     }
     try:
-        for name in ("tied", "untied", "odd", "long"):
+        for name in ("tied", "untied", "odd"):
             servers[name].wait()
         with contextlib.suppress(AssertionError):  # its own test says why, if it has ended
             servers["hybrid"].wait()
@@ -6406,10 +6405,10 @@ def probe_of(model, prompt):
     return prompt, logprobs[0, 1:].tolist()
 
 
-def test_vllm_garbage_of_a_tiny_model_makes_no_task(vllm, bases, tmp_path, capsys, monkeypatch):
+def test_vllm_garbage_of_a_tiny_model_makes_no_task(vllm, folders, bases, tmp_path, capsys, monkeypatch):
     out = tmp_path / "tasks.jsonl"
-    code, said = cli(capsys, monkeypatch, gen, "make", "--n", 6, "--preset", "rl_v2", "--base-url", f"{vllm.long.url}/v1",
-                     "--model", vllm.model, "--base", BASE, "--max-reply-tokens", 300, "--repairs", 1, "--out", out)
+    code, said = cli(capsys, monkeypatch, gen, "make", "--n", 6, "--preset", "rl_v2", "--base-url", f"{vllm.odd.url}/v1",
+                     "--model", folders["xml"], "--base", BASE, "--max-reply-tokens", 300, "--repairs", 1, "--out", out)
     assert "6 dropped" in said and "0 kept" in said and str(code).startswith("gen.py make: no task was kept"), (code, said)
     dropped = dropped_of(out)
     assert len(dropped) == 6 and read_jsonl(out) == [] and all(row["detail"] and row["reply"] for row in dropped.values())
@@ -6449,8 +6448,8 @@ def test_vllm_through_the_commands(vllm, demos, tmp_path, capsys, monkeypatch):
 def test_vllm_a_server_that_does_not_fit_is_told_in_what(vllm, endpoint):
     """Model, context, logprobs_mode and tokenizer in one line; then no server at all, and one of another kind."""
     with pytest.raises(ValueError) as e:
-        vllm_engine(vllm, vllm.odd)
-    for words in ("--served-model-name", "--max-model-len 600", "--logprobs-mode processed_logprobs", "tokenizer"):
+        vllm_engine(vllm, vllm.odd, max_tokens=40_000)
+    for words in ("--served-model-name", "--max-model-len 40300", "--logprobs-mode processed_logprobs", "tokenizer"):
         assert words in str(e.value)
     assert "\n" not in str(e.value)
     with pytest.raises(ValueError, match="--max-model-len 1300"):
