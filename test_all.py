@@ -6296,7 +6296,7 @@ class VllmServer:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             self.port = s.getsockname()[1]
-        self.url, self.log = f"http://127.0.0.1:{self.port}", log
+        self.url, self.model, self.log = f"http://127.0.0.1:{self.port}", model, log
         self.command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(self.port),
                         "--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill", *flags]
         self.start()
@@ -6334,7 +6334,7 @@ def hybrid_folder(path):
 
 
 @pytest.fixture(scope="session")
-def vllm(warm, folders, tmp_path_factory):
+def vllm(warm, tmp_path_factory):
     """Four servers: `tied` and `untied` serve one tied model, `odd` another one, with settings that do not fit and
     for prompts longer than it was made for, and `hybrid` a Qwen3.5.
 
@@ -6347,13 +6347,15 @@ def vllm(warm, folders, tmp_path_factory):
     chat = Chat(model)
     GenerationConfig(eos_token_id=chat.end_id, do_sample=True, top_k=2, temperature=0.2, top_p=0.3,
                      repetition_penalty=1.7).save_pretrained(model)  # must not matter
+    odd = str(shutil.copytree(warm, folder / "odd"))
+    byte_tokenizer(TEMPLATES["xml"]).save_pretrained(odd)
     fits = ["--max-model-len", "1024", "--logprobs-mode", "processed_logprobs"]
     servers = {
         "tied": VllmServer(python, model, folder / "tied.log", *fits),
         "untied": VllmServer(python, model, folder / "untied.log", *fits, "--hf-overrides",
                              '{"tie_word_embeddings": false}'),
-        "odd": VllmServer(python, folders["xml"], folder / "odd.log", "--max-model-len", "32768", "--max-num-batched-tokens",
-                          "32768", "--hf-overrides", '{"max_position_embeddings": 32768}'),
+        "odd": VllmServer(python, odd, folder / "odd.log", "--max-model-len", "32768", "--max-num-batched-tokens", "32768",
+                          "--hf-overrides", '{"max_position_embeddings": 32768}'),
         # On the CPU, linear attention is there in bf16 alone, and prefix caching wants chunked prefill.
         "hybrid": VllmServer(python, hybrid_folder(folder / "hybrid"), folder / "hybrid.log", *fits, "--dtype", "bfloat16",
                              "--no-enable-prefix-caching", "--hf-overrides", '{"head_dtype": "float32"}'),
@@ -6405,10 +6407,10 @@ def probe_of(model, prompt):
     return prompt, logprobs[0, 1:].tolist()
 
 
-def test_vllm_garbage_of_a_tiny_model_makes_no_task(vllm, folders, bases, tmp_path, capsys, monkeypatch):
+def test_vllm_garbage_of_a_tiny_model_makes_no_task(vllm, bases, tmp_path, capsys, monkeypatch):
     out = tmp_path / "tasks.jsonl"
     code, said = cli(capsys, monkeypatch, gen, "make", "--n", 6, "--preset", "rl_v2", "--base-url", f"{vllm.odd.url}/v1",
-                     "--model", folders["xml"], "--base", BASE, "--max-reply-tokens", 300, "--repairs", 1, "--out", out)
+                     "--model", vllm.odd.model, "--base", BASE, "--max-reply-tokens", 300, "--repairs", 1, "--out", out)
     assert "6 dropped" in said and "0 kept" in said and str(code).startswith("gen.py make: no task was kept"), (code, said)
     dropped = dropped_of(out)
     assert len(dropped) == 6 and read_jsonl(out) == [] and all(row["detail"] and row["reply"] for row in dropped.values())
@@ -6537,7 +6539,7 @@ def test_vllm_carries_qwen3_5(vllm, tmp_path):
         if "No module named 'torchvision'" in Path(server.log).read_text():
             lacking("torchvision", "vLLM imports torchvision for Qwen3.5, and VLLM_PYTHON's environment has none that loads")
         raise
-    model = server.command[server.command.index("--model") + 1]
+    model = server.model
     chat, old, prompt_of = Chat(model), rollout.load_model(model), lambda n: [(37 * i * i + n) % 500 for i in range(n)]
     engine = rollout.VllmEngine([server.url], model, chat, [], Sampling(**LIMITS), tmp_path)
     new, long = other_weights(old, 1), prompt_of(200)
@@ -6662,8 +6664,9 @@ def test_vllm_several_hosts_one_of_which_is_cut_off_for_a_while(warm, tmp_path):
         lacking("vllm", "VLLM_PYTHON is not set")
     need_hosts()
     need("docker")
-    # Grading takes a second, so that episodes are always in flight.
-    tasks = write_jsonl(tmp_path / "tasks.jsonl", [bash_task(f"t-{i}", f"sleep 1; {REWARD_DONE}") for i in range(4)])
+    # Grading takes a second, so that episodes are always in flight; chance grades, so that no group is dropped.
+    tests = "sleep 1; echo 0.$RANDOM > /logs/verifier/reward.txt"
+    tasks = write_jsonl(tmp_path / "tasks.jsonl", [bash_task(f"t-{i}", tests) for i in range(4)])
     command = ["bash", f"{ROOT}/extras/hosts.sh", warm, tasks, tmp_path / "run", "--steps", "6", "--temperature", "1.2"]
     with open(tmp_path / "log", "wb") as log:
         process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log,

@@ -169,17 +169,19 @@ def rollouts(args):
     """Episodes played at once, and then the same turns asked of the engine alone, at the same concurrency."""
     print(f"{'at once':>8}{'episodes/s':>12}{'tokens/s':>10}{'engine alone':>14}{'GB beside the model':>21}")
     for n in args.concurrent:
-        found = in_a_process("rollouts-one", n, args.model, args.tasks, args.engine, args.backend)
+        found = in_a_process("rollouts-one", n, args.model, args.tasks, args.engine, args.backend,
+                             args.max_turn_tokens)
         print(f"{n:>8}" + (found.get("failed") or f"{found['episodes']:>12.1f}{found['tokens']:>10,.0f}"
                            f"{found['alone']:>14,.0f}{found['bytes'] / 1e9:>21.2f}"), flush=True)
 
 
 def rollouts_one(args):
-    """One row: plays at least 128 episodes, `n` at once; the demo's limits."""
+    """One row: plays at least 128 episodes, `n` at once; the demo's limits but for a turn's."""
     import rollout
     from sandbox import resolve_backend
 
-    sampling = rollout.Sampling(max_turns=5, max_turn_tokens=40, max_tokens=250)
+    sampling = rollout.Sampling(max_turns=5, max_turn_tokens=args.max_turn_tokens,
+                                max_tokens=5 * args.max_turn_tokens + 50)
     engine, chat = rollout.make_engine(args.engine, args.model, sampling)
     backend, tasks = resolve_backend(args.backend), rollout.load_checked_tasks(args.tasks)
 
@@ -629,12 +631,14 @@ def main():
     p.add_argument("--engine", default="torch")
     p.add_argument("--backend", default="auto", choices=["auto", "docker", "bwrap"])
     p.add_argument("--concurrent", type=int, nargs="+", default=[8, 32, 128, 256])
+    p.add_argument("--max-turn-tokens", type=int, default=40, help="the demo's; it has at most 5 turns")
     p.set_defaults(function=rollouts)
 
     p = commands.add_parser("rollouts-one")
     p.add_argument("n", type=int)
     for name in ("model", "tasks", "engine", "backend"):
         p.add_argument(name)
+    p.add_argument("max_turn_tokens", type=int)
     p.set_defaults(function=rollouts_one)
 
     p = commands.add_parser("head", help="log-probs through the LM head: time and memory")
