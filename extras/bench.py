@@ -207,10 +207,15 @@ def rollouts_one(args):
         for ids, limit, seed in asked:
             past = engine.generate(ids, limit, seed, sampling, past).past
 
+    def at_once(function, jobs):
+        for server in getattr(engine, "servers", ()):  # vLLM still has the prompts of the last time
+            requests.post(f"{server.url}/reset_prefix_cache", timeout=60).raise_for_status()
+        return timed(lambda: list(rollout.run_jobs(jobs, function, args.n)))
+
     count, before = max(128, 2 * args.n), memory("VmRSS")
-    played, episodes = timed(lambda: list(rollout.run_jobs(range(count), play, args.n)))
+    played, episodes = at_once(play, range(count))
     peak = memory("VmHWM")
-    alone, _ = timed(lambda: list(rollout.run_jobs(episodes, replay, args.n)))
+    alone, _ = at_once(replay, episodes)
     tokens = sum(limit for asked in episodes for _, limit, _ in asked)
     print(json.dumps({"episodes": count / played, "tokens": tokens / played, "alone": tokens / alone,
                       "bytes": peak - before}))
