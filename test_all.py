@@ -352,7 +352,8 @@ def test_memory_hog_ends_inside_its_limits(backend):
 
 PARENT = textwrap.dedent("""
     import signal, sys, threading, time
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever started us may ignore it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever started us may ignore them
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.path.insert(0, {root!r})
     import sandbox
     def live():
@@ -6347,8 +6348,9 @@ def vllm(warm, tmp_path_factory):
     chat = Chat(model)
     GenerationConfig(eos_token_id=chat.end_id, do_sample=True, top_k=2, temperature=0.2, top_p=0.3,
                      repetition_penalty=1.7).save_pretrained(model)  # must not matter
-    odd = str(shutil.copytree(warm, folder / "odd"))
-    byte_tokenizer(TEMPLATES["xml"]).save_pretrained(odd)
+    odd, tokenizer = str(folder / "odd"), byte_tokenizer(TEMPLATES["xml"])
+    small_model(len(tokenizer), hidden_size=64, head_dim=64).save_pretrained(odd)
+    tokenizer.save_pretrained(odd)
     fits = ["--max-model-len", "1024", "--logprobs-mode", "processed_logprobs"]
     servers = {
         "tied": VllmServer(python, model, folder / "tied.log", *fits),
