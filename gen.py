@@ -579,13 +579,17 @@ def parse_json(name, text):
     return value if isinstance(value, dict) else malformed(f"<{name}> must be one JSON object")
 
 
+PARSER = threading.Lock()  # Python 3.11's raises a SystemError now and then where two threads are in it
+
+
 def recipe(kind, folder):
     """A fixture's or verifier's script, which goes into the task, and its docstring, which the model sees."""
     path = HERE / folder / f"{kind}.py"
     if not path.exists():
         raise ValueError(f"{kind!r} has no recipe: write {folder}/{kind}.py")
     text = path.read_text(encoding="utf-8")
-    return text, ast.get_docstring(ast.parse(text))
+    with PARSER:
+        return text, ast.get_docstring(ast.parse(text))
 
 
 def fixture_task(spec, declaration, base):
