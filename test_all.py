@@ -352,7 +352,8 @@ def test_memory_hog_ends_inside_its_limits(backend):
 
 PARENT = textwrap.dedent("""
     import signal, sys, threading, time
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever started us may ignore them
+    # Whoever started us may ignore these two, which is inherited.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.path.insert(0, {root!r})
     import sandbox

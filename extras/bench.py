@@ -636,7 +636,7 @@ def main():
     p.add_argument("--engine", default="torch")
     p.add_argument("--backend", default="auto", choices=["auto", "docker", "bwrap"])
     p.add_argument("--concurrent", type=int, nargs="+", default=[8, 32, 128, 256])
-    p.add_argument("--max-turn-tokens", type=int, default=40, help="the demo's; it has at most 5 turns")
+    p.add_argument("--max-turn-tokens", type=int, default=40, help="of at most 5 turns (40: the demo's)")
     p.set_defaults(function=rollouts)
 
     p = commands.add_parser("rollouts-one")
