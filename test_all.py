@@ -6518,14 +6518,16 @@ def begin_turns(pool, engine, prompt, limit, servers, n=2):
         while waiting and not any(turn.done() for turn in turns):
             assert time.monotonic() < deadline, "the turns have not begun"
             for server in list(waiting):
-                if server not in counted and metric(server, "num_requests_running") == n:
-                    counted[server] = metric(server, "generation_tokens_total")
-                elif server in counted and metric(server, "generation_tokens_total") > counted[server] + 30 * n:
+                tokens = metric(server, "generation_tokens_total")
+                if server in counted and tokens > counted[server] + 30 * n:
                     waiting.remove(server)
+                elif server not in counted and metric(server, "num_requests_running") == n:
+                    counted[server] = tokens
             time.sleep(0.02)
         if not any(turn.done() for turn in turns):
             return turns
-        [turn.result() for turn in turns]
+        for turn in turns:
+            turn.result()  # all are over before the next begin; one that failed says so
 
 
 def test_vllm_a_push_reaches_turns_in_flight_and_leaves_nothing_of_the_old_weights(vllm, tmp_path):
