@@ -2886,7 +2886,7 @@ def test_a_batch_that_was_ready_before_has_its_own_reward():
 
 def test_a_lost_host_takes_all_groups_with_it_and_the_run_goes_on():
     rollouts = dppo.Rollouts(TASKS, synthetic(lambda g, s: None if g < 6 else by_sample(g, s)),
-                             group_args(lag=2, max_refill=0))
+                             group_args(lag=2, max_refill=0, workers=1))
     groups, counts = rollouts.next_batch(0)
     assert len(groups) == 2 and (counts["groups_failed"], counts["infra_errors"]) == (6, 24)
 
@@ -3559,7 +3559,7 @@ ATTACKS = {
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_hostile_solution_earns_nothing_and_leaves_nothing(backend, attack):
-    task = verifier_task("fuzz_equivalence", FUZZ | {"command": "bash evil.sh", "timeout_s": 1}, FUZZ_FILES, {"evil.sh": ATTACKS[attack]})
+    task = verifier_task("fuzz_equivalence", FUZZ | {"command": "bash evil.sh", "n": 4, "timeout_s": 1}, FUZZ_FILES, {"evil.sh": ATTACKS[attack]})
     with Sandbox(task, backend) as s:
         s.run("sleep 700 & touch loot")                  # a job of the agent's that has to survive its own grading
         start = time.monotonic()
@@ -6326,9 +6326,10 @@ class VllmServer:
         self.start()
 
     def start(self):
-        # One thread, not bound to a core: two that wait for each other crawl where others use the cores too.
+        # One thread, not bound to a core: two that wait for each other crawl where others use the cores too. Without
+        # multiprocessing the engine's process is the worker: one import of 15 s less, and fewer messages a token.
         env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1",
-               "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+               "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(self.command, stdout=log, stderr=log, env=env, start_new_session=True)
 
@@ -6510,7 +6511,7 @@ def metric(server, name):
 
 def begin_turns(pool, engine, prompt, limit, servers, n=2):
     """Turns in mid-flight, n on each of the engine's idle servers, each with some thirty tokens: as futures."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while True:  # again, if one server was done before another began
         turns = [pool.submit(engine.generate, prompt, limit, seed, Sampling(), past)
                  for seed, past in enumerate(engine.servers[:len(servers)] * n)]
@@ -6587,11 +6588,11 @@ def test_vllm_carries_qwen3_5(vllm, tmp_path):
     probes = [probe_of(m, long) for m in models]
     engine.load(models[0].state_dict(), 0, probes[0])
     with ThreadPoolExecutor(4) as pool:
-        turns = begin_turns(pool, engine, long, 400, [server], n=4)
+        turns = begin_turns(pool, engine, long, 600, [server], n=4)
         engine.load(models[1].state_dict(), 1, probes[1])
         for turn in (t.result() for t in turns):
             assert turn.versions == (0, 1)
-            assert whose(long, turn, slice(20)) == 0 and whose(long, turn, slice(-100, None)) == 1
+            assert whose(long, turn, slice(20)) == 0 and whose(long, turn, slice(-30, None)) == 1
     all_of(1)
 
 

@@ -57,6 +57,7 @@ on boxes dockerd --data-root "$work/data" --exec-root "$work/exec" --pidfile "$w
     >"$work/dockerd.log" 2>&1 &
 dockerd=$!
 VLLM_SERVER_DEV_MODE=1 VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
+    VLLM_ENABLE_V1_MULTIPROCESSING=0 \
     on sampler "$VLLM_PYTHON" -m vllm.entrypoints.openai.api_server --model "$model" --host 10.77.0.3 --port 8000 \
     --dtype float32 --enforce-eager --no-enable-chunked-prefill --logprobs-mode processed_logprobs \
     --max-model-len 1024 >"$work/vllm.log" 2>&1 &
