@@ -15,6 +15,9 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 export CUDA_VISIBLE_DEVICES="" # all of this is made for the CPU; on a GPU the scripts want torchrun
+# A thread that waits for the other sleeps: spinning makes training 5% faster on an idle machine, and takes twice the
+# time where one other program is busy.
+export OMP_WAIT_POLICY=PASSIVE
 
 say() { printf '%s\n' "$*" >&2; }
 
