@@ -730,7 +730,7 @@ BROKEN = {"nothing": "true", "ten megabytes": "head -c 10000000 /dev/zero | tr '
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_verifier_without_a_valid_reward(backend, broken):
-    limits = {"verifier_s": 2}
+    limits = {"verifier_s": 4}
     with Sandbox(task_of(f"echo said; [ -e /app/trap ] || {{ echo 0 >/logs/verifier/reward.txt; exit; }}; {BROKEN[broken]}", limits=limits), backend) as s:
         s.run("touch trap")
         start = time.monotonic()
