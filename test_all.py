@@ -6742,6 +6742,12 @@ KILLS = {"sampling": "rollout, 'run_episode', {episode}", "backward": "dppo, 'ba
          "saving": "dppo.torch, 'save', 2", "pushing": "TorchEngine, 'load', 4"}
 
 
+def killed_script(folder, where):
+    """The path of a dppo.py that ends itself there."""
+    (folder / "killed.py").write_text(KILLED.format(root=ROOT, where=where))
+    return str(folder / "killed.py")
+
+
 def resume_flags(warm, demos, out, **more):
     return [*dppo_flags(warm, demos.tasks, out, **{"steps": 4, "lr": 1e-3, "save-every": 2, "max-refill": 20,
                                                    "max-turn-tokens": 20, **more}), "--deterministic"]
@@ -6771,9 +6777,8 @@ def never_stopped(warm, demos, tmp_path_factory):
 def test_a_killed_run_goes_on_as_if_never_stopped(where, warm, demos, never_stopped, tmp_path):
     """CASES 32: the same tasks, tokens, log-probs and learning rate, and bit for bit the same weights."""
     out, groups = tmp_path / "run", [r["group"] for r in read_jsonl(never_stopped / "rollouts.jsonl") if r["step"] == 2]
-    place = KILLS[where].format(episode=min(groups) * 6 + 4)
-    (tmp_path / "killed.py").write_text(KILLED.format(root=ROOT, where=place))
-    done = subprocess.run([sys.executable, tmp_path / "killed.py", *map(str, resume_flags(warm, demos, out))],
+    script = killed_script(tmp_path, KILLS[where].format(episode=min(groups) * 6 + 4))
+    done = subprocess.run([sys.executable, script, *map(str, resume_flags(warm, demos, out))],
                           capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == -9, done.stderr[-3000:]
     # Sampling for step 3 begins while step 2 is being saved: a kill then finds no checkpoint, and all is done again.
@@ -6841,9 +6846,8 @@ def test_a_full_disk_while_saving_is_one_line_and_loses_nothing(warm, demos, tmp
 
 def test_a_rank_that_dies_ends_the_others(warm, demos, tmp_path):
     flags = dppo_flags(warm, demos.tasks, tmp_path / "run", **{"steps": 50, "max-refill": 20})
-    (tmp_path / "killed.py").write_text(KILLED.format(root=ROOT, where=KILLS["backward"]))
     process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-                                str(tmp_path / "killed.py"), *map(str, flags)], stdout=subprocess.DEVNULL,
+                                killed_script(tmp_path, KILLS["backward"]), *map(str, flags)], stdout=subprocess.DEVNULL,
                                stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1", "KILL_RANK": "1"})
     await_lines(process, tmp_path / "run" / "metrics.jsonl", 2)
     assert process.wait(timeout=30) != 0
