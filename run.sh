@@ -11,7 +11,7 @@
 #   TORCH_INDEX=URL         another wheel index for torch: with PyTorch's own CPU index (see its install page) a Linux
 #                           machine downloads 200 MB instead of the CUDA build's gigabytes
 #   OUT=runs/demo SEED=0    where it writes, and the seed of the demo (SEEDS="0 1 2": those of the ablations)
-#   TASKS=4000 STEPS=50     training tasks and RL steps (of the ablations: 30)
+#   TASKS=4000 STEPS=30     training tasks and RL steps
 set -euo pipefail
 cd "$(dirname "$0")"
 export CUDA_VISIBLE_DEVICES="" # all of this is made for the CPU; on a GPU the scripts want torchrun
@@ -114,7 +114,7 @@ reinforce() { # reinforce FROM OUT SEED FLAGS...: FROM is a folder of warm_start
     # shellcheck disable=SC2046
     stage "reinforcement learning" env OMP_NUM_THREADS=1 python dppo.py \
         --model "$from/sft/last" --tasks "$from/tasks.jsonl" --out "$out" --seed "$seed" \
-        --max-refill 2 --steps "${STEPS:-50}" --beta2 0.95 \
+        --max-refill 2 --steps "${STEPS:-30}" --beta2 0.95 \
         --micro-batch-tokens 1024 --no-gradient-checkpointing \
         --eval-tasks "$from/val.jsonl" --eval-every 10 --eval-attempts 1 $(limits) "$@"
 }
@@ -135,7 +135,7 @@ demo() {
     fresh "$out"
     warm_start "$out" "$seed"
     evaluate "test after SFT" "$out/sft/last" "$out/test.jsonl" "$out/eval_sft.jsonl" 2
-    reinforce "$out" "$out" "$seed" --prompts 16 --group-size 8 --lag 1 --workers 64 --lr 3e-4
+    reinforce "$out" "$out" "$seed" --prompts 16 --group-size 8 --lag 1 --workers 64 --lr 1e-3
     evaluate "test after RL" "$out/last" "$out/test.jsonl" "$out/eval_rl.jsonl" 2
     stage "learning curve" python eval.py plot "$out" --out "$out/curve.png"
 
@@ -144,10 +144,9 @@ demo() {
 }
 
 # The paper's Figures 7, 8 and 9 in miniature: what the mask does under lag, the size of groups, pass@k. All that
-# may be in flight is (640 episodes), so that what is trained on is four steps old indeed, and the learning rate is
-# three times the demo's: at the demo's own setting hardly a token is cut.
+# may be in flight is (640 episodes), so that what is trained on is four steps old indeed.
 ablations() {
-    local out=${OUT:-runs/ablations} STEPS=${STEPS:-30} seed run flags
+    local out=${OUT:-runs/ablations} seed run flags
     fresh "$out"
     for seed in ${SEEDS:-0 1 2}; do
         mkdir -p "$out/warm-s$seed" "$out/dppo-s$seed"
