@@ -2744,7 +2744,9 @@ def test_the_gradient_does_not_depend_on_micro_batches(small, name, dtype):
     apart, tolerance = one_process_gradient(small, name, dtype, 1), tolerance_of(small, dtype)
     assert together.norm() > 1e-3 and far(apart, together) < tolerance
 
-    model, samples = to(torch.float64, SMALL[small](60, spread=0.1)), rank_samples(name, 60)
+    # The recurrence rounds as it likes, and so its reference has to round alike.
+    exact = torch.float64 if small == "Qwen3" else dtype
+    model, samples = to(exact, SMALL[small](60, spread=0.1)), rank_samples(name, 60)
     total, loss = sum(sum(s["mask"]) for s in samples), 0
     for s in samples:
         logits = model(input_ids=torch.tensor([s["ids"]])).logits[0, :-1]
@@ -2754,7 +2756,7 @@ def test_the_gradient_does_not_depend_on_micro_batches(small, name, dtype):
             if s["mask"][t] and not (abs(pi - mu) > 0.1 and (pi - mu) * s["advantage"] > 0):
                 loss = loss - s["advantage"] * pi / mu / total
     loss.backward()
-    assert far(together, gradient(model)) < tolerance * (4 if small == "Qwen3.5" else 1)  # the recurrence rounds too
+    assert far(together, gradient(model)) < tolerance
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
