@@ -37,7 +37,9 @@ from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_optim
 
 import rollout
 from builtin.engine import TorchEngine
-from sandbox import InfraError, JsonlWriter, resolve_backend
+from builtin.servers import PushError, VllmEngine
+from records import JsonlWriter
+from sandbox import InfraError, resolve_backend
 
 # ------------------------------------------------------------------------------------------------------------
 # 1. The maths
@@ -536,7 +538,7 @@ def push_weights(policy, engine, version: int, probe: list[int]):
     """Gives the sampler the trainer's weights. Every rank must call it.
 
     The in-process engine copies them between two forward passes. vLLM's servers read them from a folder, and
-    must then give the trainer's own log-probs of the probe, or rollout.PushError ends the run. Episodes in
+    must then give the trainer's own log-probs of the probe, or PushError ends the run. Episodes in
     flight go on with the new weights. """
     weights = full_weights(policy)
     ids = torch.tensor([probe], device=next(policy.parameters()).device)  # (1, T)
@@ -572,7 +574,7 @@ def train(args):
         else:
             push_dir = Path(args.push_dir or out, f"tmax-{rollout.derive_seed(str(out.resolve()))}")
             atexit.register(shutil.rmtree, push_dir, ignore_errors=True)
-            engine = rollout.VllmEngine(args.engine.split(","), args.model, chat, ends, sampling, push_dir,
+            engine = VllmEngine(args.engine.split(","), args.model, chat, ends, sampling, push_dir,
                                         args.abort_in_flight, args.nccl)
 
         def play(task, group, sample, seed=None, grade="submitted"):
@@ -825,7 +827,7 @@ def main():
         train(args)
     except KeyboardInterrupt:
         sys.exit(f"dppo.py: stopped; metrics and checkpoints so far are in {args.out}")
-    except (InfraError, rollout.PushError, ValueError, OSError) as e:
+    except (InfraError, PushError, ValueError, OSError) as e:
         sys.exit(f"dppo.py: {e}")
 
 

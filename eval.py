@@ -36,7 +36,8 @@ import rollout
 from builtin import answers
 from extras import figures, page
 from extras.harbor import export_atif, import_harbor
-from sandbox import InfraError, TaskError, numbered_records, prepare, read_jsonl, resolve_backend
+from records import numbered_records, read_jsonl
+from sandbox import InfraError, TaskError, prepare, resolve_backend
 
 TOKEN_FIELDS = ("token_ids", "loss_mask", "logprobs", "policy_versions")
 

@@ -22,7 +22,7 @@ import torch
 import rollout
 from dppo import (backward, clip_gradients, gather, leave_ranks, micro_batches, refuse_used_folder,
                   save_checkpoint, scatter, setup_ranks, shard)
-from sandbox import JsonlWriter, read_jsonl
+from records import JsonlWriter, read_jsonl
 
 
 def load_samples(args, chat: rollout.Chat) -> list[dict]:

@@ -21,15 +21,20 @@ import torch
 from transformers import (AutoModelForCausalLM, GenerationConfig, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config,
                           Qwen3ForCausalLM)
 
-import dppo, eval as evaluation, gen, rollout, sandbox, sft
+import backends.bwrap, backends.docker, dppo, eval as evaluation, gen, rollout, sandbox, sft
+from backends import common
+from backends.docker import docker_api, docker_hosts, docker_image
 from builtin import answers, families, tiny
 from builtin.engine import TorchEngine
 from builtin.families import FAMILIES
+from builtin.servers import PushError, VllmEngine
 from extras import harbor, page
+from extras.corpus import balance, words_of
+from records import LIMITS, JsonlWriter, check_task, limits_of, load_tasks, read_jsonl, user_of
 from rollout import MARKER, SUBMIT, SYSTEM, TOOL, Call, Chat, Sampling, Turn, parse_calls, run_episode
-from sandbox import (AgentFault, Grade, InfraError, JsonlWriter, Result, Sandbox, SandboxKilled, TaskError,
-                     VerifierFailed, check_task, docker_hosts, load_tasks,
-                     parse_reward, prepare, read_jsonl, resolve_backend)
+from sandbox import (AgentFault, Grade, InfraError, Result, Sandbox, SandboxKilled, TaskError, VerifierFailed,
+                     parse_reward, prepare, resolve_backend)
+from taxonomy import AXES, MOST, axis_values, load_taxonomy, sample_specs
 
 ROOT = str(Path(__file__).resolve().parent)
 torch.set_num_threads(1)
@@ -203,7 +208,7 @@ def test_machinery_does_not_show(box):
     env = dict(line.split("=", 1) for line in box.run("env").output.splitlines())
     assert set(env) <= {"PATH", "HOME", "USER", "SHELL", "LANG", "LC_CTYPE", "TERM", "PWD", "OLDPWD", "SHLVL", "_", "HOSTNAME", "container"}
     os.environ["TMAX_SECRET"] = "s"
-    assert "TMAX_SECRET" not in env and env["PATH"] == sandbox.PATH and env["HOME"] == "/home/user"
+    assert "TMAX_SECRET" not in env and env["PATH"] == common.PATH and env["HOME"] == "/home/user"
     assert box.run("set -x").output == ""
     got = box.run("echo a; false")
     assert got.exit_code == 1 and re.fullmatch(r"\++ echo a\na\n\++ false\n", got.output)
@@ -372,7 +377,7 @@ def left_over(backend, label):
     time.sleep(.3)
     found = [p for p in glob.glob("/proc/[0-9]*/cmdline") if label in (try_read(p) or b"")]
     if backend == "docker":
-        found += sandbox.docker_api(sandbox.docker_hosts()[0]).containers(all=True, filters={"label": "tmax-run=" + label.decode()})
+        found += docker_api(docker_hosts()[0]).containers(all=True, filters={"label": "tmax-run=" + label.decode()})
     return found
 
 
@@ -390,7 +395,7 @@ def test_nothing_is_left_of_a_killed_parent(backend, number):
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     for _ in range(3):
         assert parent.stdout.readline() == b"up\n"
-    label = sandbox.label_of(parent.pid).encode()
+    label = common.label_of(parent.pid).encode()
     assert left_over(backend, label)
     parent.send_signal(number)
     parent.wait(30)
@@ -399,7 +404,7 @@ def test_nothing_is_left_of_a_killed_parent(backend, number):
         with Sandbox(task_of(), backend):
             subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {ROOT!r}); import sandbox; "
                             f"sandbox.Sandbox({task_of()!r}, {backend!r}).start().close()"], check=True)
-            assert left_over(backend, sandbox.run_label().encode())
+            assert left_over(backend, common.run_label().encode())
     assert not left_over(backend, label)
 
 
@@ -409,7 +414,7 @@ def test_close_leaves_nothing_and_frees_descriptors(backend):
     with Sandbox(task_of(), backend) as s:
         s.run("true")
         s.grade()
-    before = descriptors()
+    before, living = descriptors(), set(common.live)
     for _ in range(3):
         with Sandbox(task_of(), backend) as s:
             s.run("sleep 100 &")
@@ -418,7 +423,7 @@ def test_close_leaves_nothing_and_frees_descriptors(backend):
         with pytest.raises(InfraError):
             s.run("echo")
     assert descriptors() <= before + 1
-    assert not [b for b in sandbox.live if b.task["id"] == "t" and b.__class__.__name__.lower() == backend and b in sandbox.live and not b]
+    assert set(common.live) == living
 
 
 @pytest.mark.parametrize("command", ["kill 1", "kill -TERM 1; sleep 5"])
@@ -456,7 +461,7 @@ def test_sandbox_taken_away_from_outside(backend):
         def take():
             time.sleep(.5)
             if backend == "bwrap":
-                os.kill(sandbox.only_child(s.box.process.pid), signal.SIGKILL)
+                os.kill(backends.bwrap.only_child(s.box.process.pid), signal.SIGKILL)
             else:
                 s.box.api.remove_container(s.box.container, force=True)
         threading.Thread(target=take).start()
@@ -469,7 +474,7 @@ def test_sandbox_taken_away_from_outside(backend):
 
 
 def test_start_failures_leave_nothing(backend):
-    label = sandbox.run_label().encode()
+    label = common.run_label().encode()
     bad = [task_of(dockerfile="FROM tmax-base:core\nRUN exit 7\n"), task_of(dockerfile="FROM no-such-image:1\n"),
            task_of(dockerfile="FROM tmax-base:core\nCOPY nothing.txt /app/\n"), task_of(user="nobody-here"), {**task_of(), "tests": {}},
            task_of(dockerfile="BROKEN\n"), task_of(dockerfile=""), task_of(limits={"memory": 5}), task_of(files={"../x": ""})]
@@ -533,7 +538,7 @@ def test_isolation(box, backend):
 
 def test_disk_limit_of_bubblewrap(monkeypatch):
     need("bwrap")
-    monkeypatch.setattr(sandbox, "DISK_MB", 16)
+    monkeypatch.setattr(backends.bwrap, "DISK_MB", 16)
     with Sandbox(task_of(), "bwrap") as s:
         for folder in ("/app", "/tmp", "/home/user", "/dev/shm"):
             got = s.run(f"head -c 30000000 /dev/zero >{folder}/x; stat -c %s {folder}/x; rm {folder}/x")
@@ -542,8 +547,7 @@ def test_disk_limit_of_bubblewrap(monkeypatch):
 
 def test_disk_limit_of_docker_is_polled(monkeypatch):
     need("docker")
-    monkeypatch.setattr(sandbox, "DISK_MB", 16)
-    monkeypatch.setattr(sandbox, "WATCH_S", .02)
+    monkeypatch.setattr(backends.docker, "DISK_MB", 16)
     with Sandbox(task_of(), "docker") as s:
         with pytest.raises(SandboxKilled, match="disk"):
             s.run("for i in 1 2 3 4; do head -c 15000000 /dev/zero >x$i; done; sleep 30")
@@ -575,7 +579,9 @@ with sandbox.Sandbox({task_of("cat /app/notes.txt; echo 0.5 >/logs/verifier/rewa
     tmp_path.chmod(0o755)
     for folder in (tmp_path.parent, tmp_path.parent.parent):
         folder.chmod(0o755)
-    (tmp_path / "sandbox.py").write_text(open(os.path.join(ROOT, "sandbox.py")).read())
+    for name in ("sandbox.py", "records.py"):
+        shutil.copy(os.path.join(ROOT, name), tmp_path)
+    shutil.copytree(os.path.join(ROOT, "backends"), tmp_path / "backends")
     got = subprocess.run(["setpriv", "--reuid=54321", "--regid=54321", "--clear-groups", "/usr/bin/python3", "-c", code], capture_output=True, text=True, timeout=60)
     assert "output='user\\n1\\n', exit_code=0" in got.stdout and "124 Grade(reward=0.5, log='hello\\n')" in got.stdout, got
     assert "process 1" in got.stdout
@@ -927,13 +933,13 @@ def cable(monkeypatch):
         lacking("hosts", "the relay wants a Docker daemon with a Unix socket")
     with cabled(docker_hosts()[0][7:]) as (address, cable):
         monkeypatch.setenv("DOCKER_HOST", f"tcp://{address}")
-        monkeypatch.setattr(sandbox, "made", {})
+        monkeypatch.setattr(common, "made", {})
         yield cable
 
 
 def test_a_host_that_is_cut_off_is_our_fault_and_comes_back(cable, monkeypatch):
     """Whatever an agent is at, nothing of it is blamed on the agent; and what was left there is removed."""
-    monkeypatch.setattr(sandbox, "SILENT_S", 3)
+    monkeypatch.setattr(common, "SILENT_S", 3)
     boxes = [Sandbox(task_of("sleep 100", limits={"verifier_s": s}), "docker").start() for s in (60, 60, 60, 2, 60)]
     ids = [s.box.container for s in boxes]
     calls = [lambda: boxes[0].run("sleep 100", 60), lambda: boxes[1].run("sleep 100", 2), boxes[2].grade, boxes[3].grade]
@@ -963,8 +969,8 @@ def test_a_host_that_is_cut_off_is_our_fault_and_comes_back(cable, monkeypatch):
 
 def test_no_backend_says_what_to_do(monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere.sock")
-    monkeypatch.setattr(sandbox, "as_nobody", lambda uid: ["/nowhere/bwrap"])
-    monkeypatch.setattr(sandbox, "made", {})
+    monkeypatch.setattr(backends.bwrap, "as_nobody", lambda uid: ["/nowhere/bwrap"])
+    monkeypatch.setattr(common, "made", {})
     for name in ("docker", "bwrap", "auto"):
         with pytest.raises(InfraError) as e:
             resolve_backend(name)
@@ -1012,10 +1018,10 @@ def test_writer_from_many_threads(tmp_path):
 def test_full_disk_loses_nothing(tmp_path):
     code = f"""
 import resource, signal, sys; sys.path.insert(0, {ROOT!r})
-import sandbox
+import records
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-w = sandbox.JsonlWriter({str(tmp_path / "r.jsonl")!r})
+w = records.JsonlWriter({str(tmp_path / "r.jsonl")!r})
 try:
     for i in range(100): w.write({{"i": i, "x": "y" * 90}})
 except OSError as e: print(e)
@@ -2057,7 +2063,7 @@ def check_tokens(r):
 
 def only(task_id):
     """The live sandbox of a task."""
-    box, = [box for box in sandbox.live if box.task["id"] == task_id]
+    box, = [box for box in common.live if box.task["id"] == task_id]
     return box
 
 
@@ -3396,7 +3402,7 @@ def test_plot_of_what_is_no_run_says_so(metrics, tmp_path, capsys, monkeypatch):
 def domain():
     """The domain whose base image these tests use; it has to be there, like its fixtures stage."""
     need("docker")
-    api, missing = sandbox.docker_api(docker_hosts()[0]), []
+    api, missing = docker_api(docker_hosts()[0]), []
     for name in ("fixtures", "data_processing"):
         if not api.images(f"tmax-base:{name}"):
             missing.append(f"--domain {name}")
@@ -3865,7 +3871,7 @@ def contents(data, name, depth=0):
 def find_in_image(tag, needles, path):
     """Where any of these texts stands: in each layer's names and files, packed or not, in the image's settings and history."""
     with open(path, "wb") as f:
-        f.writelines(sandbox.docker_api(docker_hosts()[0]).get_image(tag))
+        f.writelines(docker_api(docker_hosts()[0]).get_image(tag))
     found, layers, settings = [], 0, 0
     with tarfile.open(path) as image:
         for entry in filter(tarfile.TarInfo.isfile, image):
@@ -3889,7 +3895,7 @@ def test_no_layer_of_the_image_holds_the_truth(fixture_task, domain, tmp_path):
     """On the smallest base, as the whole image is read."""
     needles = [text.encode() for _, texts in FIXTURES.values() for text in texts]
     task = fixture_task | {"dockerfile": fixture_task["dockerfile"].replace(f"FROM tmax-base:{domain}\n", "FROM tmax-base:core\n")}
-    tag = sandbox.docker_image(task, docker_hosts()[0])[0]
+    tag = docker_image(task, docker_hosts()[0])[0]
     assert find_in_image(tag, needles, tmp_path / "image.tar") == []
 
 
@@ -3899,7 +3905,7 @@ def test_the_search_finds_what_is_there(domain, tmp_path):
                   "&& ln -s truth-f /app/z\nENV X=truth-d\nRUN : truth-e\n")
     task = task_of(files={"truth-a": "truth-b"}, dockerfile=dockerfile)
     needles = [b"truth-" + bytes([letter]) for letter in b"abcdef"] + [b"/home/user:/bin"]
-    found = find_in_image(sandbox.docker_image(task, docker_hosts()[0])[0], needles, tmp_path / "image.tar")
+    found = find_in_image(docker_image(task, docker_hosts()[0])[0], needles, tmp_path / "image.tar")
     assert {needle for needle, _ in found} == set(needles) and any(where.startswith("app/y") for _, where in found)
 
 
@@ -3996,7 +4002,7 @@ def test_bases_builds_what_is_asked(capsys, monkeypatch, tmp_path):
 
 def test_domain_images_are_small_enough():
     need("docker")
-    sizes = {tag: image["Size"] for image in sandbox.docker_api(docker_hosts()[0]).images("tmax-base")
+    sizes = {tag: image["Size"] for image in docker_api(docker_hosts()[0]).images("tmax-base")
              for tag in image["RepoTags"] or [] if tag.split(":")[1] in DOMAIN_NAMES}
     assert all(size < 1.5e9 for size in sizes.values()), sizes
 
@@ -4169,7 +4175,7 @@ BASE = "tmax-make-test"
 def bases():
     """Base images under a name of the tests': every domain's is `core`, which is enough for REPLIES."""
     need("docker")
-    api = sandbox.docker_api(sandbox.docker_hosts()[0])
+    api = docker_api(docker_hosts()[0])
     there = {tag for image in api.images() for tag in image["RepoTags"] or ()}
     for stage in gen.base_stages():
         source = "tmax-base:fixtures" if stage == "fixtures" else "tmax-base:core"
@@ -4250,10 +4256,10 @@ def dropped_of(out):
 
 
 def test_replies_cover_the_axes():
-    axes = {axis: {row["spec"]["axes"][axis] for row in REPLIES.values()} for axis in gen.AXES if axis != "primitive_skills"}
-    taxonomy = gen.load_taxonomy()
+    axes = {axis: {row["spec"]["axes"][axis] for row in REPLIES.values()} for axis in AXES if axis != "primitive_skills"}
+    taxonomy = load_taxonomy()
     for axis in ("domain", "fixture", "verifier", "task_complexity", "command_complexity"):
-        assert axes[axis] == set(gen.axis_values(taxonomy, axis))
+        assert axes[axis] == set(axis_values(taxonomy, axis))
     assert len(REPLIES) >= 12 and len(axes["persona"]) == len(REPLIES)
 
 
@@ -4295,7 +4301,7 @@ def test_tasks_of_every_kind_are_made_and_solved(bases, writer, tmp_path, capsys
     for t in tasks:
         check_task(t)
         assert t["checked"]["build"] is True and t["checked"]["untouched"] < 1 and t["checked"]["solution"] == [1, 1]
-        assert t["knob"] and t["limits"] == sandbox.LIMITS and t["made"] == {"model": "m-1", "calls": 2, "repairs": 0, "tokens": [2000, 1000]}
+        assert t["knob"] and t["limits"] == LIMITS and t["made"] == {"model": "m-1", "calls": 2, "repairs": 0, "tokens": [2000, 1000]}
         assert t["truth"] and t["truth"] not in json.dumps([t["instruction"], t["dockerfile"], t["tests"]])
         held = {f.split("/")[0] for f in t["files"]}
         assert ("fixture" in held) == (t["axes"]["fixture"] != "text_only") and not {"tests", "solution"} & held
@@ -4305,7 +4311,7 @@ def test_tasks_of_every_kind_are_made_and_solved(bases, writer, tmp_path, capsys
     # What the model was told: the axes with their definitions, both contracts, how the image was built.
     shop = REPLIES["miswired-shop"]["spec"]["axes"]
     first, second = ([m["content"] for m in body["messages"]] for persona, _, body, _ in writer.requests if persona == shop["persona"])
-    taxonomy = gen.load_taxonomy()
+    taxonomy = load_taxonomy()
     for text in [*shop["primitive_skills"], shop["skill_type"], taxonomy["task_complexity"]["complex"],
                  gen.recipe("multi_service_compose", "fixtures")[1]]:
         assert text in first[0]
@@ -4388,7 +4394,7 @@ def test_what_is_malformed_is_sent_back_and_then_dropped(kind, bases, writer, tm
     call, reply, level, reason, told = SPOILT[kind]
     if "endless" in kind:
         prepare(good_task(), "docker")           # so that only the endless one needs its time
-        monkeypatch.setattr(sandbox, "BUILD_S", 5)
+        monkeypatch.setattr(backends.docker, "BUILD_S", 5)
     specs = [spec_like("mended", GOOD_REPLY), spec_like("hopeless", GOOD_REPLY)]
     play = play_of(GOOD_REPLY)
     writer.plays = {specs[0]["axes"]["persona"]: play | {call: [reply, play[call]]},
@@ -4698,7 +4704,7 @@ SAMPLED = 9_000
 
 @pytest.fixture(scope="module")
 def sampled():
-    return {preset: [spec["axes"] for spec in gen.sample_specs(SAMPLED, 0, preset)] for preset in PRESETS}
+    return {preset: [spec["axes"] for spec in sample_specs(SAMPLED, 0, preset)] for preset in PRESETS}
 
 
 def plausible(count, n, p, sigmas=4.5):
@@ -4828,7 +4834,7 @@ def test_same_seed_same_bytes(tmp_path):
     specs = [json.loads(line) for text in (first, *others) for line in text.splitlines()]
     assert len({s["id"] for s in specs} | {s["id"] for s in map(json.loads, first.splitlines())}) >= 1500
     assert len({json.dumps(s["axes"]) for s in specs[:500]}) == 500
-    assert all(set(s) == {"id", "axes"} and tuple(s["axes"]) == gen.AXES and re.fullmatch(r"[\w.-]+", s["id"]) for s in specs)
+    assert all(set(s) == {"id", "axes"} and tuple(s["axes"]) == AXES and re.fullmatch(r"[\w.-]+", s["id"]) for s in specs)
     by_id = {}
     assert all(by_id.setdefault(s["id"], s["axes"]) == s["axes"] for s in specs)         # an id names one spec
 
@@ -4854,7 +4860,7 @@ def test_sample_prints_the_shares(tmp_path, capsys, monkeypatch):
 
 def test_weights_shift_what_they_name():
     def shares(axis, preset="sft_v2", **weights):
-        drawn = gen.sample_specs(6000, 1, preset, weights={tuple(k.split("__")): w for k, w in weights.items()})
+        drawn = sample_specs(6000, 1, preset, weights={tuple(k.split("__")): w for k, w in weights.items()})
         assert not [spec for spec in drawn if forbidden(spec["axes"])]
         return collections.Counter(spec["axes"][axis] for spec in drawn)
 
@@ -4862,7 +4868,7 @@ def test_weights_shift_what_they_name():
     assert plausible(shares("task_complexity", task_complexity__intricate=4)["intricate"], 6000, 8 / 9)
     assert plausible(shares("task_complexity", "legacy", task_complexity__complex=2)["complex"], 6000, 1 / 2)
     assert plausible(shares("language", language__Go=0)["Python"], 6000, .35 / .93)
-    assert plausible(shares("skill_type", domain__debugging=gen.MOST, skill_type__Forensics=6)["Forensics"], 6000, 1 / 2)
+    assert plausible(shares("skill_type", domain__debugging=MOST, skill_type__Forensics=6)["Forensics"], 6000, 1 / 2)
     rest = shares("fixture", fixture__image=0, fixture__text_only=0)
     assert set(rest) == FIXTURE_KINDS - {"image", "text_only"}
 
@@ -4960,14 +4966,14 @@ def test_a_broken_taxonomy_says_what_is_wrong(edit, words, tmp_path, capsys, mon
 # ------------------------------------------------------------------------------------------------ stats
 
 def test_balance():
-    assert gen.balance(dict.fromkeys("abcd", 7)) == pytest.approx(1)
-    assert gen.balance({"a": 5, "b": 0, "c": 0, "d": 0}) == pytest.approx(1 / 4)
+    assert balance(dict.fromkeys("abcd", 7)) == pytest.approx(1)
+    assert balance({"a": 5, "b": 0, "c": 0, "d": 0}) == pytest.approx(1 / 4)
     half = -(.5 * math.log(.5) + 2 * .25 * math.log(.25))
-    assert gen.balance({"a": 2, "b": 1, "c": 1, "d": 0}) == pytest.approx(math.exp(half) / 4)
+    assert balance({"a": 2, "b": 1, "c": 1, "d": 0}) == pytest.approx(math.exp(half) / 4)
 
 
 def test_stats_of_specs(tmp_path, capsys, monkeypatch):
-    path = write_jsonl(tmp_path / "s", gen.sample_specs(5000, 0, "tmax15k"))
+    path = write_jsonl(tmp_path / "s", sample_specs(5000, 0, "tmax15k"))
     code, said = cli(capsys, monkeypatch, gen, "stats", path, "--plot", tmp_path / "p.png")
     assert code == 0 and f"{path}: 5000 tasks" in said and "length" not in said and "overlap" not in said
     scores = {axis: (int(n), float(score)) for axis, n, score in re.findall(r"^(\w+) +(\d+) +([01]\.\d{3}) ", said, re.M)}
@@ -5009,7 +5015,7 @@ def test_overlap_counts_runs_of_13_words(tmp_path, capsys, monkeypatch):
     for against in (lines, tmp_path / "harbor"):
         code, said = cli(capsys, monkeypatch, gen, "stats", path, "--against", against)
         said = said[said.index("13-gram"):].splitlines()
-        total = sum(max(0, len(gen.words_of(t)) - 12) for t in tasks.values())
+        total = sum(max(0, len(words_of(t)) - 12) for t in tasks.values())
         assert code == 0 and said[0] == f"13-gram overlap with {against}: 50.0% of tasks (paper 0.0%)"
         assert said[1] == "  3 of 6 tasks have one in common with 2 of the benchmark's 3;"
         assert said[2] == f"  5 of all {total} 13-grams"
@@ -5018,7 +5024,7 @@ def test_overlap_counts_runs_of_13_words(tmp_path, capsys, monkeypatch):
 
 def test_speed_and_memory_of_stats(tmp_path):
     words = np.random.default_rng(0).zipf(1.3, 15_000 * 300).clip(max=30_000).astype(str).reshape(15_000, 300)
-    specs = gen.sample_specs(15_000)
+    specs = sample_specs(15_000)
     with open(tmp_path / "t", "w") as f:
         for spec, text in zip(specs, words):
             task = {**spec, "instruction": " ".join(text), "files": {"data.txt": {"text": "some data\n" * 1000}}}
@@ -5114,7 +5120,7 @@ FULL_TASK = {
 TASK_VARIANTS = {
     "everything": {}, "as it comes": {"limits": {}, "user": "user"}, "no solution": {"solution": {}},
     "solution None": {"solution": None}, "no files": {"files": {}}, "memory in parts": {"limits": {"memory_mb": 99.5}},
-    "default limits": {"limits": dict(sandbox.LIMITS)}, "no limits": {"limits": None}}
+    "default limits": {"limits": dict(LIMITS)}, "no limits": {"limits": None}}
 
 
 @pytest.mark.parametrize("name", TASK_VARIANTS)
@@ -5375,11 +5381,11 @@ def tmax_row(id, image="org/tmax:1", **more):
 
 
 def tmax_tarball(path, files, extra=(), mode="w:gz"):
-    with sandbox.tarfile.open(path, mode) as tar:
+    with tarfile.open(path, mode) as tar:
         for name, data in files.items():
-            info = sandbox.tarfile.TarInfo(name)
+            info = tarfile.TarInfo(name)
             info.size, info.mode = len(data), 0o755 if name.endswith(".sh") else 0o644
-            tar.addfile(info, sandbox.io.BytesIO(data))
+            tar.addfile(info, io.BytesIO(data))
         for info in extra:
             tar.addfile(info)
     return str(path)
@@ -5391,8 +5397,8 @@ def tmax_files(id, prefix=""):
 
 
 def test_import_tmax(tmp_path, capsys, monkeypatch):
-    link = sandbox.tarfile.TarInfo("link/tests/x")
-    link.type, link.linkname = sandbox.tarfile.SYMTYPE, "/etc/passwd"
+    link = tarfile.TarInfo("link/tests/x")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
     bare = {"bare/instruction.md": b"x"}
     tarball = tmax_tarball(tmp_path / "d.tgz", tmax_files("one") | tmax_files("two", "./") | tmax_files("link")
                            | tmax_files("unasked") | tmax_files("three") | bare, [link])
@@ -5632,9 +5638,9 @@ def test_harbor_reads_the_folders_as_we_do(harbor_python, tmp_path):
     for task in [*tasks, FULL_TASK, task_of()]:
         user, *limits, instruction = said[task["id"]]
         for key, value in zip(("agent_s", "verifier_s", "cpus", "memory_mb", "network"), limits):
-            assert value is None or value == sandbox.limits_of(task)[key], (task["id"], key)
+            assert value is None or value == limits_of(task)[key], (task["id"], key)
         assert instruction.replace("\r\n", "\n") == task["instruction"].replace("\r\n", "\n")
-        assert user is None or str(user).replace("0", "root") in (sandbox.user_of(task), "1rootrootroot")
+        assert user is None or str(user).replace("0", "root") in (user_of(task), "1rootrootroot")
 # ------------------------------------------------------------------------------------------------ eval: statistics
 
 TB2 = f"{ROOT}/docs/tb2_trials.jsonl"
@@ -6402,12 +6408,12 @@ def vllm(warm, tmp_path_factory):
             server.kill()
 
 
-LIMITS = {"max_turns": 3, "max_turn_tokens": 30, "max_tokens": 300, "max_prompt_tokens": 300}
+VLLM_LIMITS = {"max_turns": 3, "max_turn_tokens": 30, "max_tokens": 300, "max_prompt_tokens": 300}
 
 
 def vllm_engine(vllm, *servers, push_dir=None, **limits):
-    return rollout.VllmEngine([s.url for s in servers], vllm.model, vllm.chat, [vllm.chat.end_id],
-                              Sampling(**{**LIMITS, **limits}), push_dir)
+    return VllmEngine([s.url for s in servers], vllm.model, vllm.chat, [vllm.chat.end_id],
+                              Sampling(**{**VLLM_LIMITS, **limits}), push_dir)
 
 
 def logprobs_of(model, prompt, turn, temperature=1.0):
@@ -6467,7 +6473,7 @@ def test_vllm_engine_contract(vllm, temperature):
 
 def test_vllm_through_the_commands(vllm, demos, tmp_path, capsys, monkeypatch):
     """rollout.py and eval.py with --engine http://: whole records."""
-    limits = [x for k, v in LIMITS.items() for x in (f"--{k.replace('_', '-')}", v)]
+    limits = [x for k, v in VLLM_LIMITS.items() for x in (f"--{k.replace('_', '-')}", v)]
     flags = ["--tasks", demos.tasks, "--model", vllm.model, "--engine", vllm.tied.url, "--backend", "bwrap", *limits]
     assert cli(capsys, monkeypatch, rollout, *flags, "--out", tmp_path / "r.jsonl", "--n", 2)[0] == 0
     records = read_jsonl(tmp_path / "r.jsonl")
@@ -6574,7 +6580,7 @@ def test_vllm_carries_qwen3_5(vllm, tmp_path):
         raise
     model = server.model
     chat, old, prompt_of = Chat(model), rollout.load_model(model), lambda n: [(37 * i * i + n) % 500 for i in range(n)]
-    engine = rollout.VllmEngine([server.url], model, chat, [], Sampling(**LIMITS), tmp_path)
+    engine = VllmEngine([server.url], model, chat, [], Sampling(**VLLM_LIMITS), tmp_path)
     new, long = other_weights(old, 1), prompt_of(200)
     models = [old.bfloat16(), new.bfloat16()]
 
@@ -6619,7 +6625,7 @@ def test_vllm_a_push_that_did_not_take_effect_is_caught(vllm, tmp_path, monkeypa
     }
     for name, function in broken.items():
         monkeypatch.setattr(files, "save_file", function)
-        with pytest.raises(rollout.PushError, match=re.escape(vllm.tied.url)) as e:
+        with pytest.raises(PushError, match=re.escape(vllm.tied.url)) as e:
             engine.load(new.state_dict(), 1, probe_of(new, prompt))
         assert "\n" not in str(e.value), name
     monkeypatch.setattr(files, "save_file", save)
@@ -6670,7 +6676,7 @@ def test_vllm_a_server_that_is_killed_in_mid_run_comes_back_with_the_right_weigh
 
 def test_vllm_a_sampler_host_that_is_cut_off_in_mid_turn_is_noticed_and_comes_back(vllm, tmp_path, capfd, monkeypatch):
     """Nothing says goodbye: without the kernel's questions the turn would wait for its answer for an hour."""
-    monkeypatch.setattr(sandbox, "SILENT_S", 3)
+    monkeypatch.setattr(common, "SILENT_S", 3)
     prompt, model = a_prompt(vllm.chat), rollout.load_model(vllm.model)
     with cabled(vllm.tied.port) as (address, cable), ThreadPoolExecutor(1) as pool:
         engine = vllm_engine(vllm, SimpleNamespace(url=f"http://{address}"), vllm.untied, push_dir=tmp_path)

@@ -14,7 +14,8 @@ import time
 from fractions import Fraction
 
 import rollout
-from sandbox import InfraError, numbered_records
+from records import numbered_records
+from sandbox import InfraError
 
 ANSWER_FILE = "/app/answer.txt"
 # The expected answer stands inside this program, so no file exists that an agent could link its answer to.

@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import rollout  # noqa: E402
-from sandbox import read_jsonl  # noqa: E402
+from records import read_jsonl  # noqa: E402
 
 # Qwen's ChatML with tools, without the parts a tiny model does not use (thinking, several system messages).
 TEMPLATE = """\

@@ -318,6 +318,7 @@ def mismatch_one(args):
 
     import dppo
     import rollout
+    from builtin.servers import VllmEngine
 
     if args.head == "bf16":  # logits rounded to what the hidden states are; a CPU is slow at bf16 products
         rollout.head_logits = lambda hidden, weight: (hidden.float() @ weight.float().T).to(hidden.dtype).float()
@@ -339,7 +340,7 @@ def mismatch_one(args):
                 return dppo.token_logprobs(copy.deepcopy(master).bfloat16(), ids, mask)
 
         with vllm_server(args.vllm_python, folder / "model", args.head) as url:
-            engine = rollout.VllmEngine([url], str(folder / "model"), chat, [chat.end_id], sampling, folder)
+            engine = VllmEngine([url], str(folder / "model"), chat, [chat.end_id], sampling, folder)
             found = {"max": [], "mean": [], "entropy": []}
             for step in range(args.steps):
                 prompts = [torch.randint(args.vocabulary, (64,)).tolist() for _ in range(32)]

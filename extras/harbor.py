@@ -38,6 +38,7 @@ import math
 import os
 import posixpath
 import re
+import secrets
 import shlex
 import shutil
 import stat
@@ -49,7 +50,10 @@ from pathlib import Path
 
 import rollout
 import sandbox
-from sandbox import InfraError, check_task, dockerfile_lines, file_bytes, file_mode, limits_of, user_of
+from backends.common import InfraError, SandboxKilled, once
+from backends.docker import docker_api, docker_errors, docker_hosts
+from records import (LIMITS, JsonlWriter, check_task, dockerfile_lines, file_bytes, file_mode, limits_of,
+                     numbered_records, user_of)
 
 # ------------------------------------------------------------------------------------------------------------
 # 1. A folder, as {path below it: (bytes, mode)}, and its Task record
@@ -397,7 +401,7 @@ def final_stage(dockerfile: str) -> tuple[str, str | None, bool]:
 def local_image_user(image: str) -> str:
     """The USER of an image that the Docker daemon has; "" (root) where it has none or is not there."""
     try:
-        with sandbox.docker_errors("inspect"):
+        with docker_errors("inspect"):
             return docker().inspect_image(image)["Config"].get("User") or ""
     except (InfraError, ImportError):
         return ""
@@ -406,7 +410,7 @@ def local_image_user(image: str) -> str:
 @functools.lru_cache(None)
 def docker():
     """One client for all of an import."""
-    return sandbox.docker_api(sandbox.docker_hosts()[0])
+    return docker_api(docker_hosts()[0])
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -606,17 +610,18 @@ class HarborShell:
         self.control = self.out = 0  # bytes of both files that we have seen
         self.nonce = ""
 
-    def start(self):
-        self.folder = f"/tmp/.shell-{sandbox.secrets.token_hex(8)}"
+    def start(self, script):
+        self.folder = f"/tmp/.shell-{secrets.token_hex(8)}"
         # The one place where the shell counts on its process 1.
-        init = sandbox.SCRIPT.replace(b">/proc/1/fd/3", f">>{self.folder}/control".encode())
-        assert init != sandbox.SCRIPT, "sandbox.py's EXIT trap writes elsewhere now"
+        init = script.replace(b">/proc/1/fd/3", f">>{self.folder}/control".encode())
+        assert init != script, "sandbox.py's EXIT trap writes elsewhere now"
         steps = ["umask 077", f"mkdir {self.folder}"]
         for name, data in (("init", init), ("start", START.encode()), ("look", LOOK.encode())):
             steps.append(f"echo {base64.b64encode(data).decode()} | base64 -d >{self.folder}/{name}")
         _, said = self.execute(" && ".join([*steps, f"bash {self.folder}/start {self.folder}"]), 60)
         if "@@up@@" not in said:
             raise InfraError(f"no shell in Harbor's environment: {said[-500:]}")
+        return self
 
     def pump(self, seconds):
         """Sends what waits in outbox; returns what comes in time: [(stream, bytes)], b"" at an end."""
@@ -653,7 +658,7 @@ class HarborShell:
         self.execute(f"{self.feeding(len(self.outbox))}; kill -PWR $(cat {self.folder}/pid)", 60)
 
     def post_mortem(self, last_words):
-        return sandbox.SandboxKilled("the agent ended its shell, or emptied /tmp")
+        return SandboxKilled("the agent ended its shell, or emptied /tmp")
 
     def close(self):
         """Ends the shell; the agent's own processes go on, as the verifier may want them."""
@@ -671,12 +676,8 @@ class HarborSandbox(sandbox.Sandbox):
         self.box = self.channel = self.fault = None
 
     def start(self):
-        self.control, self.spill = b"", sandbox.Capture()
-        self.status, self.flags, self.snapshot, self.mark = 0, "", b"", b"0:0"
-        self.box = self.channel = HarborShell(self.execute)
-        self.box.start()
-        if self._new_shell(b":", sandbox.Capture(), 60) != "end":
-            raise InfraError("the shell in Harbor's environment did not come up within 60 s")
+        self.box = HarborShell(self.execute)
+        self._open()
         return self
 
     def grade(self):
@@ -696,7 +697,7 @@ if BaseAgent:
 
         engine: str = "torch"
         seed: int = 0
-        command_s: float = sandbox.LIMITS["command_s"]
+        command_s: float = LIMITS["command_s"]
         temperature: float = 0.7
         top_p: float = 0.95
         max_turns: int = 64
@@ -751,7 +752,7 @@ if BaseAgent:
             said = self.options.model_dump()
             sampling = rollout.Sampling(**{key: said[key] for key in rollout.Sampling._fields})
             which = said["engine"], self.model_name, sampling  # one engine for all trials of a job
-            engine, chat = sandbox.once(("engine", *which), lambda: rollout.make_engine(*which))
+            engine, chat = once(("engine", *which), lambda: rollout.make_engine(*which))
             limits = {"agent_s": math.inf, "command_s": said["command_s"]}  # Harbor limits the whole
             task = {"id": self.session_id or "task", "instruction": instruction, "limits": limits}
             record = rollout.run_episode(task, engine, chat, sampling, seed=said["seed"], sample=0,
@@ -759,7 +760,7 @@ if BaseAgent:
             record["reward"] = None
             if stopped.is_set():
                 record["end"] = "agent_timeout"
-            with sandbox.JsonlWriter(self.logs_dir / "rollout.jsonl") as out:
+            with JsonlWriter(self.logs_dir / "rollout.jsonl") as out:
                 out.write(record)
             trajectory = atif(record)
             (self.logs_dir / "trajectory.json").write_text(json.dumps(trajectory))
@@ -860,7 +861,7 @@ def export_atif(path: str, out: str) -> int:
     """Writes an ATIF file for every record of a JSONL file, and says how many. ValueError names the line that
     cannot be one. Where Harbor is installed, its own models have a look."""
     trajectories = []
-    for number, record in sandbox.numbered_records(path):
+    for number, record in numbered_records(path):
         try:
             trajectory = atif(record)
             text = json.dumps(trajectory, allow_nan=False)

@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 
 import rollout
-from sandbox import numbered_records
+from records import numbered_records
 
 LISTED = ("task_id", "reward", "end", "turns", "step", "sample", "attempt", "advantage", "model")
 ONLY_OPENED = ("group", "seed", "error", "grade_log", "times", "token_ids", "loss_mask", "kept")
