@@ -1,7 +1,7 @@
 """taxonomy.json, and how tasks are drawn from its nine axes.
 
     taxonomy = load_taxonomy()
-    specs = sample_specs(1000, seed=0, preset="sft_v2", taxonomy=taxonomy)    # [{"id", "axes": {axis: value}}]
+    specs = sample_specs(1000, 0, "sft_v2", taxonomy)                 # [{"id", "axes": {axis: value}}]
 
 The axes of STRUCTURE are drawn in that order, each given what has been drawn before it. So the earlier ones
 are exactly as the preset says, and only verifier and fixture, which have to fit the rest, shift within

@@ -37,7 +37,8 @@ class Server:
 
 
 class Watched(requests.adapters.HTTPAdapter):
-    """Connections that end when their host is silent for SILENT_S (backends/common.py), however long an answer takes."""
+    """Connections that end when their host is silent for SILENT_S (backends/common.py), however long an
+    answer takes."""
 
     def init_poolmanager(self, *args, **more):
         super().init_poolmanager(*args, socket_options=socket_options(), **more)
@@ -277,7 +278,7 @@ class VllmEngine:
         return self._call(server, "/weight_info")["weight_version"]
 
     def _recover(self, server: Server):
-        """Looks whether a lost server is back, and gives it the weights that it lost with a restart or missed."""
+        """Looks whether a lost server is back; gives it the weights that it lost with a restart or missed."""
         newest = self.pushed[1] if self.pushed else server.label
         if not self._label(server) == server.label == newest:
             if not self.pushed:

@@ -1,4 +1,4 @@
-"""What a corpus of tasks is made of: balance over the axes, lengths, overlap with a benchmark (gen.py stats)."""
+"""What a corpus of tasks is made of, for gen.py stats: balance over the axes, lengths, benchmark overlap."""
 import math
 import os
 import statistics
