@@ -575,7 +575,7 @@ def train(args):
             push_dir = Path(args.push_dir or out, f"tmax-{rollout.derive_seed(str(out.resolve()))}")
             atexit.register(shutil.rmtree, push_dir, ignore_errors=True)
             engine = VllmEngine(args.engine.split(","), args.model, chat, ends, sampling, push_dir,
-                                        args.abort_in_flight, args.nccl)
+                                args.abort_in_flight, args.nccl)
 
         def play(task, group, sample, seed=None, grade="submitted"):
             seed = rollout.derive_seed(args.seed, group) if seed is None else seed

@@ -6413,7 +6413,7 @@ VLLM_LIMITS = {"max_turns": 3, "max_turn_tokens": 30, "max_tokens": 300, "max_pr
 
 def vllm_engine(vllm, *servers, push_dir=None, **limits):
     return VllmEngine([s.url for s in servers], vllm.model, vllm.chat, [vllm.chat.end_id],
-                              Sampling(**{**VLLM_LIMITS, **limits}), push_dir)
+                      Sampling(**{**VLLM_LIMITS, **limits}), push_dir)
 
 
 def logprobs_of(model, prompt, turn, temperature=1.0):
@@ -6582,6 +6582,8 @@ def test_vllm_carries_qwen3_5(vllm, tmp_path):
     chat, old, prompt_of = Chat(model), rollout.load_model(model), lambda n: [(37 * i * i + n) % 500 for i in range(n)]
     engine = VllmEngine([server.url], model, chat, [], Sampling(**VLLM_LIMITS), tmp_path)
     new, long = other_weights(old, 1), prompt_of(200)
+    # vLLM 0.32's convolution for AMX takes a prompt of one token for one that lies the wrong way round.
+    shortest = 2 if " amx_tile " in Path("/proc/cpuinfo").read_text() else 1
     models = [old.bfloat16(), new.bfloat16()]
 
     def whose(prompt, turn, part):
@@ -6591,7 +6593,7 @@ def test_vllm_carries_qwen3_5(vllm, tmp_path):
         return off.index(min(off))
 
     def all_of(version):
-        for prompt in map(prompt_of, (2, 63, 64, 65, 200)):  # of one, vLLM 0.32 fails where the CPU has AMX
+        for prompt in map(prompt_of, (shortest, 63, 64, 65, 200)):
             turn = engine.generate(prompt, 40, 0, Sampling())
             assert turn.versions == (version, version) and whose(prompt, turn, slice(None)) == version
 
